@@ -28,6 +28,7 @@ ROWS = {
     "`compile=True`": ("qwen3", {}, {}, {"compile": True}),
     "`regather=True`": ("qwen3", {}, {}, {"regather": True}),
     "`dynamic_weights=True`": ("qwen3", {}, {}, {"dynamic_weights": True}),
+    '`overlap="turns"`': ("qwen3", {}, {}, {"overlap": "turns"}),
 }
 MARKS = {"✓", "refused", "–"}
 
@@ -42,7 +43,7 @@ def cells() -> list[tuple[str, str, str]]:
     return [(row[0], mesh, said) for row in rows for mesh, said in zip(meshes, row[1:], strict=True)]
 
 
-QUICK = {("`dynamic_weights=True`", "pp=2,tp=2")}  # sharded and spread at once: test_mesh.py
+QUICK = {("`dynamic_weights=True`", "pp=2,tp=2"), ('`overlap="turns"`', "pp=2,tp=2")}  # sharded and spread at once: test_mesh.py
 
 
 def test_the_table_is_whole():
@@ -75,7 +76,7 @@ def test_a_cell_is_true(row, mesh, said):
     sizes, name = dict(parse_mesh(mesh)), row.strip("`")
     kind, changes, spreading, options = ROWS.get(row, ("qwen3", {}, {}, {}))
     if name not in SCHEDULES:
-        name = "zbv" if "pp" in sizes else "zb-h1"
+        name = "dualpipev" if "overlap" in options else "zbv" if "pp" in sizes else "zb-h1"
     layers = {"num_hidden_layers": 8} if name in ("interleaved", "dualpipev") else {}
     schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=4)
     case = (schedule, sizes, kind, changes | layers, spreading, options)

@@ -1,0 +1,265 @@
+"""What Overlaps hide of the exchanges of experts on a GPU, and a training step of experts beside plain transformers.
+
+    python bench/experts.py                              # one GPU with CUDA MPS: about two minutes
+    python bench/experts.py --device cpu --width 64 --expert-width 64 --tokens 64 --layers 4    # whether all of it runs
+
+Two, then four NCCL ranks share the GPU; each says it is a host of its own and has its part of the SMs. Their all-to-all
+goes over loopback at 2 to 3 GB/s, so experts are wide enough that computation takes about as long. Ways of a step:
+
+off        no link: rows are copied on the GPU instead, so gradients are wrong
+apart      F and B of an Overlap one after the other
+streams    overlap="streams": on two streams
+turns      overlap="turns", but without weight gradients in waits
+turns, W   overlap="turns"
+
+The link adds apart - off. A way hides (apart - way) / min(apart - off, off): 100% is all that can be hidden, also what
+is not in Overlaps. Gradients are compared with those of `apart`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
+
+import zeropipe as zp
+from zeropipe.core.action import Overlap, actions_of
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine import CausalLMLoss, Engine, hf_model, hf_stages, parallelize
+from zeropipe.engine.backward import splitters
+from zeropipe.engine.run.launch import LocalRanks, launch
+from zeropipe.engine.torch_private import comm as torch_comm
+
+WAYS = ("off", "apart", "streams", "turns", "turns, W")
+WARM_UP, STEPS = 1, 3
+MICROBATCHES = 8
+
+
+def config_of(args: argparse.Namespace, **changes: Any) -> Any:
+    from transformers import Qwen3MoeConfig
+
+    heads = max(2, args.width // 128)
+    sizes: dict[str, Any] = {
+        "hidden_size": args.width, "moe_intermediate_size": args.expert_width, "num_hidden_layers": args.layers,
+        "num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": heads, "num_key_value_heads": 2,
+        "head_dim": 64, "vocab_size": 4096, "mlp_only_layers": [],
+    }  # fmt: skip
+    return Qwen3MoeConfig(**sizes | changes)
+
+
+def data_of(seed: int, tokens: int, number: int, device: str) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(4096, (number, 1, tokens), generator=generator).to(device)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# Overlaps
+
+
+def without_overlaps(schedule: Schedule) -> Schedule:
+    """The same order of actions, each a step of its own."""
+    rows = [actions_of(row) for row in schedule.rows]
+    return Schedule.of(schedule.problem, schedule.placement, rows, schedule.name)
+
+
+def copy_instead(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    """What `start_exchange` returns, without a link: the rows of this process, as many as would arrive."""
+    rows = x.new_zeros(sum(received), *x.shape[1:])
+    number = min(len(x), len(rows))
+    rows[:number] = x[:number]
+    return rows
+
+
+@contextmanager
+def as_in(way: str) -> Iterator[None]:
+    """Switch off what a way does without."""
+    with ExitStack() as stack:
+        if way == "off":
+            stack.enter_context(mock.patch.object(torch_comm, "start_exchange", copy_instead))
+            stack.enter_context(mock.patch.object(torch_comm, "finish", lambda pending: pending))
+        if way == "turns":
+            stack.enter_context(mock.patch.object(splitters, "accumulate_at_turns", splitters.accumulate_directly))
+        yield
+
+
+def measure_ways(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
+    """For each way: seconds of a step, the norm of the gradient, its largest difference from `apart`."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if args.device == "cuda":
+        os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        torch.zeros(1, device="cuda:0")  # a mesh would look for a GPU of its own for every rank
+    mesh = init_device_mesh(args.device, (1, size), mesh_dim_names=("pp", "dp_replicate"))
+    schedule = zp.build("dualpipev", ranks=1, microbatches=MICROBATCHES)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float64
+    stages = hf_stages(config_of(args), schedule, 0, device=args.device, dtype=dtype)
+    parallelize(stages, mesh, ep=size)
+    data = data_of(rank, args.tokens, MICROBATCHES, args.device)
+    found: dict[str, tuple[float, float, float]] = {}
+    first: list[Tensor] = []
+    for way in WAYS:
+        used = without_overlaps(schedule) if way in ("off", "apart") else schedule
+        overlap = "turns" if way.startswith("turns") else "streams"
+        with as_in(way), Engine(used, stages, mesh=mesh, overlap=overlap, direct_gradients=True) as engine:
+            times = []
+            for _ in range(WARM_UP + STEPS):
+                for parameter in engine.parameters():
+                    parameter.grad = None
+                synchronize(args.device)
+                dist.barrier()
+                start = time.perf_counter()
+                engine.train_step(data, CausalLMLoss())
+                synchronize(args.device)
+                times.append(time.perf_counter() - start)
+            norm = engine.grad_norm()
+            gradients = [parameter.grad for parameter in engine.parameters() if parameter.grad is not None]
+            first = [gradient.clone() for gradient in gradients] if way == "apart" else first
+            difference = max((float((a - b).norm() / b.norm()) for a, b in zip(gradients, first)), default=0.0)
+            found[way] = statistics.median(times[WARM_UP:]), norm, difference
+    return found
+
+
+def show_ways(args: argparse.Namespace) -> None:
+    """The table for one number of ranks."""
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    row = zp.build("dualpipev", ranks=1, microbatches=MICROBATCHES).rows[0]
+    overlapped = sum(isinstance(step, Overlap) for step in row) / (2 * MICROBATCHES)
+    with LocalRanks(args.ranks, backend=backend) as ranks:
+        results = ranks.run(measure_ways, args, timeout=140)
+    worst = {way: tuple(max(result[way][i] for result in results) for i in range(3)) for way in WAYS}
+    off, apart = worst["off"][0], worst["apart"][0]
+    link = apart - off
+    print(
+        f"\n{args.ranks} ranks, ep={args.ranks}, {args.layers} layers, width {args.width}, 4 experts of "
+        f"{args.expert_width}, top 2, {MICROBATCHES} microbatches of {args.tokens} tokens; {overlapped:.0%} of F and B "
+        f"in Overlaps\nthe link adds {1e3 * link:,.0f} ms to {1e3 * off:,.0f} ms"
+    )
+    print(f"{'':10} {'ms':>8} {'hidden':>8} {'gradient':>10} {'difference':>12}")
+    for way, (seconds, norm, difference) in worst.items():
+        hidden = f"{(apart - seconds) / min(link, off):8.0%}" if way != "off" else f"{'':8}"
+        compared = f"{norm:10.5f} {difference:12.1e}" if way != "off" else ""
+        print(f"{way:10} {1e3 * seconds:8,.0f} {hidden} {compared}", flush=True)
+
+
+# beside plain transformers
+
+
+def measure_plain(args: argparse.Namespace) -> str:
+    """Steps of 4 microbatches, forward and backward, in one process: ours and transformers with grouped_mm."""
+    cuda = args.device == "cuda"
+    sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768} if cuda else {}
+    config = config_of(args, num_hidden_layers=4, **sizes)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    data = data_of(0, 4096 if cuda else args.tokens, 4, args.device)
+    schedule = zp.build("1f1b", ranks=1, microbatches=4)
+    stages = hf_stages(config, schedule, 0, device=args.device, dtype=dtype)
+    model = hf_model(config, device=args.device, dtype=dtype)
+    model.config._experts_implementation = "grouped_mm"
+    num_tokens = sum(batch["labels"].numel() - 1 for batch in data)
+
+    def plain_step() -> float:
+        total = 0.0
+        for batch in data:
+            logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1].float()
+            loss = cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum") / num_tokens
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    with Engine(schedule, stages, direct_gradients=True) as engine:
+        steps = {"ours": lambda: engine.train_step(data, CausalLMLoss()).loss, "plain": plain_step}
+        parameters = {"ours": engine.parameters(), "plain": list(model.parameters())}
+        times: dict[str, list[float]] = {"ours": [], "plain": []}
+        losses = {}
+        for _ in range(2 + 5):
+            for name, step in steps.items():
+                for parameter in parameters[name]:
+                    parameter.grad = None
+                synchronize(args.device)
+                start = time.perf_counter()
+                losses[name] = step()
+                synchronize(args.device)
+                times[name].append(time.perf_counter() - start)
+    ours, plain = (statistics.median(times[name][2:]) for name in ("ours", "plain"))
+    return (
+        f"one process, {config.num_experts} experts of {config.moe_intermediate_size}, top "
+        f"{config.num_experts_per_tok}: ours {1e3 * ours:,.0f} ms, plain transformers with grouped_mm "
+        f"{1e3 * plain:,.0f} ms, {plain / ours:.2f} times as fast; losses {losses['ours']:.4f}, {losses['plain']:.4f}"
+    )
+
+
+# the GPU's server for several processes
+
+
+@contextmanager
+def mps_server() -> Iterator[dict[str, str]]:
+    """CUDA MPS with folders of its own; yields the environment of its clients."""
+    folder = tempfile.mkdtemp(prefix="mps-")
+    place = {"CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+    for path in place.values():
+        os.makedirs(path)
+    environment = os.environ | place
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, timeout=30, check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_part(part: str, arguments: list[str], environment: dict[str, str]) -> None:
+    """This script for one part, in a process that has not used the GPU."""
+    command = [sys.executable, __file__, "--part", part, *arguments]
+    subprocess.run(command, env=os.environ | environment, timeout=170, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--part", choices=["plain", "overlaps"], help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, help="only this number of ranks")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--expert-width", type=int, default=32768)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a microbatch, with two ranks; with four a half")
+    args = parser.parse_args()
+    if args.part == "plain":
+        print(launch(measure_plain, 1, args)[0], flush=True)
+        return
+    if args.part == "overlaps":
+        show_ways(args)
+        return
+    names = ("device", "layers", "width", "expert_width")
+    own = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    print(f"torch {torch.__version__}, {args.device}", flush=True)
+    if args.ranks is None:
+        run_part("plain", [*own, "--tokens", str(args.tokens)], {})
+    with ExitStack() as stack:
+        clients = stack.enter_context(mps_server()) if args.device == "cuda" else {}
+        for ranks in (args.ranks,) if args.ranks else (2, 4):
+            sizes = ["--ranks", str(ranks), "--tokens", str(args.tokens * 2 // ranks)]
+            share = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks), "TORCH_NCCL_HIGH_PRIORITY": "1"}
+            run_part("overlaps", [*own, *sizes], clients | share)
+
+
+if __name__ == "__main__":
+    main()

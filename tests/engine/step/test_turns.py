@@ -1,0 +1,200 @@
+"""Two computations of one process that take turns, without an engine."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+
+from zeropipe.engine.backward import turns
+from zeropipe.engine.backward.splitters import BackwardPass, StoreSplitter
+from zeropipe.engine.comm.threads import HelperThread
+from zeropipe.engine.step.overlaps import take_turns
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def helper():
+    thread = HelperThread()
+    yield thread
+    thread.close()
+    for one in thread.threads:
+        one.join(10)
+        assert not one.is_alive()
+
+
+def talk(log, name, number):
+    """A computation with a number of turns."""
+
+    def run():
+        for index in range(number):
+            log.append(f"{name}{index}")
+            turns.turn()
+        log.append(f"{name}!")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "f, b, words",
+    [
+        (2, 2, "b0 f0 b1 f1 b! f!"), (0, 2, "b0 f! b1 b!"), (3, 1, "b0 f0 b! f1 f2 f!"), (1, 3, "b0 f0 b1 f! b2 b!"),
+        (2, 0, "b! f0 f1 f!"),
+    ],
+)  # fmt: skip
+def test_one_computes_at_a_time_and_the_backward_is_first(helper, f, b, words):
+    log = []
+    call = take_turns(talk(log, "f", f), talk(log, "b", b), nn.Identity(), helper, CPU)
+    for _ in range(3):
+        log.clear()
+        call()
+        assert " ".join(log) == words
+    assert turns.running() is None
+    assert len(helper.threads) == 1
+
+
+def test_the_forward_is_on_the_main_thread(helper):
+    threads = []
+
+    def run():
+        threads.append(threading.current_thread())
+        turns.turn()
+
+    take_turns(run, run, nn.Identity(), helper, CPU)()
+    assert threads == [helper.threads[0], threading.main_thread()]
+
+
+@pytest.mark.parametrize("when", range(3))
+@pytest.mark.parametrize("culprit", ["forward", "backward"])
+def test_an_error_ends_both(helper, culprit, when):
+    log = []
+
+    def fail():
+        for _ in range(when):
+            turns.turn()
+        raise ValueError("no way on")
+
+    ended = []
+
+    def other():
+        try:
+            talk(log, "o", 5)()
+        finally:
+            ended.append(True)
+
+    sides = (fail, other) if culprit == "forward" else (other, fail)
+    with pytest.raises(ValueError, match="no way on"):
+        take_turns(*sides, nn.Identity(), helper, CPU)()
+    assert "o!" not in log
+    assert turns.running() is None
+    if log:
+        assert ended == [True]
+    log.clear()
+    take_turns(talk(log, "f", 1), talk(log, "b", 1), nn.Identity(), helper, CPU)()
+    assert log == ["b0", "f0", "b!", "f!"]
+
+
+def test_without_turns_nothing_comes_in_between(helper):
+    log = []
+
+    def backward():
+        with turns.without_turns():
+            talk(log, "b", 2)()
+        turns.turn()
+        log.append("end")
+
+    take_turns(talk(log, "f", 1), backward, nn.Identity(), helper, CPU)()
+    assert log == ["b0", "b1", "b!", "f0", "end", "f!"]
+
+
+def test_each_has_its_own_random_numbers(helper):
+    """A backward that recomputes a block restores the state of its forward, and may hand over inside."""
+
+    def draw(found, number=3):
+        for _ in range(number):
+            found.append(float(torch.rand(())))
+            turns.turn()
+
+    def recompute(found):
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            draw(found)
+
+    expected, found = ([], []), ([], [])
+    torch.manual_seed(3)
+    recompute(expected[1])
+    draw(expected[0])
+    after = torch.rand(())
+    torch.manual_seed(3)
+    take_turns(lambda: draw(found[0]), lambda: recompute(found[1]), nn.Identity(), helper, CPU)()
+    assert found == expected
+    assert torch.equal(torch.rand(()), after)
+
+
+def test_what_a_running_forward_collects_is_its_own(helper):
+    module = nn.Identity()
+    module.running_state = None
+    seen = []
+
+    def forward():
+        module.running_state = ["f"]
+        turns.turn()
+        seen.append(module.running_state)
+        module.running_state = None
+
+    def backward():
+        seen.append(module.running_state)
+        turns.turn()
+        seen.append(module.running_state)
+
+    take_turns(forward, backward, module, helper, CPU)()
+    assert seen == [None, None, ["f"]]
+
+
+class Exchange(torch.autograd.Function):
+    """The identity; its backward hands over as if it waited for a message."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        turns.turn()
+        return dy
+
+
+def test_weight_gradients_are_computed_while_a_message_is_under_way(helper):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(3)]
+    model, plain = nn.Module(), [nn.Linear(4, 4, bias=False) for _ in range(3)]
+    model.layers = nn.ModuleList(layers)
+    for one, other in zip(plain, layers):
+        one.weight.data.copy_(other.weight.data)
+    splitter, x = StoreSplitter(deferring=True), torch.randn(5, 4)
+    splitter.prepare(0, model)
+    there = []
+
+    def run(layers):
+        y = x.clone().requires_grad_()
+        for layer in layers:
+            y = layer(Exchange.apply(y))
+        return y.square().sum()
+
+    def forward():
+        for _ in range(3):
+            there.append([layer.weight.grad is not None for layer in layers])
+            turns.turn()
+
+    run(plain).backward()
+    splitter_pass = BackwardPass(0, 0, model, [run(layers)], None, [])
+    take_turns(forward, lambda: splitter.backward(splitter_pass), nn.Identity(), helper, CPU)()
+    assert there == [[False, False, True], [False, True, True], [True, True, True]]
+    for one, other in zip(plain, layers):
+        assert torch.equal(one.weight.grad, other.weight.grad)
