@@ -43,7 +43,8 @@ def cells() -> list[tuple[str, str, str]]:
     return [(row[0], mesh, said) for row in rows for mesh, said in zip(meshes, row[1:], strict=True)]
 
 
-QUICK = {("`dynamic_weights=True`", "pp=2,tp=2"), ('`overlap="turns"`', "pp=2,tp=2")}  # sharded and spread at once: test_mesh.py
+# sharded and spread at once: test_mesh.py
+QUICK = {("`dynamic_weights=True`", "pp=2,tp=2"), ('`overlap="turns"`', "pp=2,tp=2")}
 
 
 def test_the_table_is_whole():

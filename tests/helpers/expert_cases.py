@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,6 +30,7 @@ from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.blocks import compiling
 from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import ConfigError
+from zeropipe.schedules.registry import build
 
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _EXTRA: dict[str, dict[str, Any]] = {
@@ -134,6 +137,33 @@ def train_compiled_with_ep(schedule: Schedule, sizes: dict[str, int], ep: int, b
         seen = train_with_ep(schedule, sizes, ep, "qwen3_moe", *args)
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     return seen | {"uncompiled": float(graphs == 0), "breaks": breaks}
+
+
+def random_run(seed: int) -> dict[str, float]:
+    """`train_with_ep` of a random case with Overlaps in turns, each process with random delays of its own."""
+    chance, delays = random.Random(seed), random.Random(f"{seed} {dist.get_rank()}")
+    data = chance.choice(["dp_shard", "dp_replicate"])
+    sizes = chance.choice([{"pp": 2, data: 2}, {data: 4}, {"dp_replicate": 2, "dp_shard": 2}])
+    name = chance.choice(["dualpipev", "1f1b-overlap", "interleaved-overlap", *(["dualpipe"] if "pp" in sizes else [])])
+    schedule = build(name, ranks=sizes.get("pp", 1), microbatches=chance.choice([4, 6]))
+    kind = chance.choice(["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen2_moe"])
+    changes = {
+        "num_hidden_layers": schedule.num_stages + chance.randrange(3),
+        "num_experts_per_tok": chance.choice([1, 2]),
+    }
+    options = {"overlap": "turns", "ac": chance.choice(["none", "full", "selective:op", "selective:2"])}
+
+    def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if delays.random() < 0.3:
+                time.sleep(0.005 * delays.random())
+            return call(*args)
+
+        return run
+
+    names = ("start_exchange", "finish")
+    with mock.patch.multiple(torch_comm, **{name: delayed(getattr(torch_comm, name)) for name in names}):
+        return train_with_ep(schedule, sizes, 2, kind, options, 1, changes, chance.random() < 0.3)
 
 
 def local_experts(stage: nn.Module) -> int:
