@@ -85,7 +85,8 @@ def train_with_ep(
     config, mesh, loss_fn = config_of(kind, **(changes or {})), mesh_of(sizes), CausalLMLoss()
     plain = hf_model(config)
     stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
-    parallelize(stages, mesh, ep=ep, sequence_parallel=sequence)
+    parallelize(stages, mesh, ep=ep, sequence_parallel=sequence, dispatch=options.get("dispatch", "expert"))
+    options = {name: value for name, value in options.items() if name != "dispatch"}
     pipelines, mine = math.prod(sizes.get(name, 1) for name in DATA_DIMENSIONS), pipeline_index(mesh, sizes)
     seen = {"loss": 0.0, "eval": 0.0, "norm": 0.0, "grad": 0.0, "weight": 0.0, "idle": 0.0}
 
@@ -151,7 +152,11 @@ def random_run(seed: int) -> dict[str, float]:
         "num_hidden_layers": schedule.num_stages + chance.randrange(3),
         "num_experts_per_tok": chance.choice([1, 2]),
     }
-    options = {"overlap": "turns", "ac": chance.choice(["none", "full", "selective:op", "selective:2"])}
+    options = {
+        "dispatch": chance.choice(["expert", "process"]),
+        "overlap": "turns",
+        "ac": chance.choice(["none", "full", "selective:op", "selective:2"]),
+    }
 
     def delayed(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -194,22 +199,26 @@ def exported(schedule: Schedule, sizes: dict[str, int], ep: int, kind: str, path
 
 def count_exchanges(schedule: Schedule, options: dict[str, Any]) -> int:
     """The all-to-alls of one training step."""
-    mesh, number = mesh_of({"dp_replicate": 2}), 0
-    stages = parallelize(hf_stages(config_of("qwen3_moe"), schedule, 0), mesh, ep=2)
+    return len(list_exchanges(schedule, options))
+
+
+def list_exchanges(schedule: Schedule, options: dict[str, Any], dispatch: str = "expert") -> list[int]:
+    """The numbers of rows that this process passes to the all-to-alls of one training step."""
+    mesh, rows = mesh_of({"dp_replicate": 2}), list[int]()
+    stages = parallelize(hf_stages(config_of("qwen3_moe"), schedule, 0), mesh, ep=2, dispatch=dispatch)
     data = tokens(schedule.num_microbatches, mesh.get_local_rank(), 0, False)
     start_exchange = torch_comm.start_exchange
 
-    def count(*args: Any) -> torch.Tensor:
-        nonlocal number
-        number += 1
-        return start_exchange(*args)
+    def count(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        rows.append(len(x))
+        return start_exchange(x, *args)
 
     with (
         Engine(schedule, stages, mesh=mesh, **options) as engine,
         mock.patch.object(torch_comm, "start_exchange", count),
     ):
         engine.train_step(data, CausalLMLoss())
-    return number
+    return rows
 
 
 def order_of_exchanges(schedule: Schedule, options: dict[str, Any]) -> str:

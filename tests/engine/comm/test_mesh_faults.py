@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 
 import mesh_fault_cases as cases
+from full_marker import mark_rest_full
 from test_chaos import TEXTS
 from test_faults import LIMIT, gone
 
@@ -34,6 +35,7 @@ def strike_in(function, args, kind, culprit, backend="gloo"):
     wanted = TEXTS[kind].format(culprit)
     assert all(item.kind == "EngineError" and re.fullmatch(wanted, item.text) for item in survivors), found
     assert len({item.text for item in survivors}) == 1, found
+    return survivors[0].text
 
 
 @pytest.mark.parametrize(
@@ -59,15 +61,19 @@ def test_a_process_that_fails_while_others_wait_for_its_rows_of_experts(kind, wh
     strike_in(expert_cases.struck_in_experts, args, kind, 1)
 
 
-@pytest.mark.parametrize("inside", ["F", "B"])
-@pytest.mark.parametrize("kind", ["raise", pytest.param("kill", marks=pytest.mark.full), "stop"])
+@pytest.mark.parametrize(
+    "kind, inside",
+    mark_rest_full([(kind, inside) for kind in ("raise", "kill", "stop") for inside in "FB"], [("raise", "B")]),
+)
 def test_a_process_that_fails_in_an_overlap_whose_computations_take_turns(kind, inside):
     pytest.importorskip("transformers")
     import expert_cases
 
     schedule = zp.build("dualpipev", ranks=2, microbatches=6)
-    args = (schedule, kind, 1, 14, 4.0 if kind == "stop" else 60.0, inside, "turns")
-    strike_in(expert_cases.struck_in_experts, args, kind, 1)
+    when = 20 if inside == "F" else 16  # the eighth F of the second step, the fourth B
+    args = (schedule, kind, 1, when, 4.0 if kind == "stop" else 60.0, inside, "turns")
+    text = strike_in(expert_cases.struck_in_experts, args, kind, 1)
+    assert kind != "raise" or "OVERLAP_F_B" in text
 
 
 def test_a_broken_mesh_is_refused():

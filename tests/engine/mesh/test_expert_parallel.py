@@ -100,6 +100,34 @@ def test_options(name, sizes, options):
     assert max(seen[key] for key in seen.keys() - {"kept", "idle"}) < TOLERANCE, seen
 
 
+@pytest.mark.parametrize(
+    "name, sizes, ep, kind, options",
+    mark_rest_full(
+        [
+            ("1f1b", TWICE, 4, "qwen3_moe", {}), ("dualpipev", SHARDED, 2, "deepseek_v3", {"overlap": "turns"}),
+            ("zbv", REPLICATED, 2, "gpt_oss", {"ac": "full"}), ("zb-h1", SHARDED, 2, "mixtral", {"ac": "selective:op"}),
+            ("1f1b", HYBRID, 2, "glm4_moe", {}), ("1f1b", {"dp_shard": 2, "tp": 2}, 2, "qwen2_moe", {}),
+        ],
+        lambda it: it[0] == "zbv",
+    ),
+    ids=str,
+)  # fmt: skip
+def test_tokens_that_are_sent_once_to_each_process(name, sizes, ep, kind, options):
+    seen = differences(name, sizes, ep, kind, options | {"dispatch": "process"})
+    assert max(seen[key] for key in seen.keys() - {"kept", "idle"}) < TOLERANCE, seen
+
+
+def test_fewer_rows_are_sent_once_to_each_process():
+    """Two of four experts for each token: mostly on both processes, sometimes on one of them."""
+    schedule = zp.build("1f1b", ranks=1, microbatches=2)
+    sent = {
+        dispatch: ranks(2).run(cases.list_exchanges, schedule, {}, dispatch)[0] for dispatch in ("expert", "process")
+    }
+    by_expert, by_process = (sum(sent[dispatch]) for dispatch in ("expert", "process"))
+    assert len(sent["expert"]) == len(sent["process"]) == 4 * 2 * 5
+    assert by_expert / 2 < by_process < by_expert
+
+
 def test_five_steps_with_experts_that_get_no_token():
     """Tokens are nearly equal, so most experts get none, and some processes no row at all."""
     changes = {"num_experts_per_tok": 1, "num_hidden_layers": 2}
@@ -129,6 +157,7 @@ def test_pipelines_with_other_numbers_of_microbatches_are_refused():
     "sizes, ep, kind, options, words",
     [
         ({"dp_replicate": 2}, 0, "mixtral", {}, "ep=0: must be a positive integer"),
+        ({"dp_replicate": 2}, 2, "mixtral", {"dispatch": "token"}, "dispatch='token': must be 'expert' or 'process'"),
         ({"dp_shard": 2}, 3, "mixtral", {}, "ep=3: must divide dp_shard=2"),
         ({"pp": 2}, 2, "mixtral", {}, "ep=2 divides experts over data-parallel processes; use dp_shard of at least 2"),
         ({"dp_replicate": 2}, 2, "qwen3", {}, "model_type='qwen3' cannot run with ep: it has no experts with"),
@@ -201,7 +230,8 @@ def stage_of(kind, **changes):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_small_copy_is_right_with_divided_experts(kind):
-    ep_check.check_divided_experts(stage_of(kind))
+    for once_per_process in (False, True):
+        ep_check.check_divided_experts(stage_of(kind), once_per_process)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,14 @@ from zeropipe.engine.torch_private import comm as torch_comm
 class Exchange(Protocol):
     """Moves rows between the processes that experts are divided over; all of them make the same calls."""
 
-    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """The number of rows that each process (first dimension) sends to each expert of this one (second).
+    size: int
+    once_per_process: bool  # a token goes once to each process that has some of its experts, not once for each expert
 
-        And the numbers of rows that this process sends to each process, and gets from each, in CPU memory.
+    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The counts that each process has for this one; a row of `counts` is for one process.
+
+        The first column has numbers of rows, the others what experts have of them. Also returns, in CPU memory, the
+        numbers of rows that this process sends to each process and gets from each, and what its experts get in total.
         """
         ...
 
@@ -38,14 +42,15 @@ class ExpertGroup(NamedTuple):
     name: str
     rank: int
     size: int
+    once_per_process: bool = False
 
     @staticmethod
-    def from_mesh(mesh: DeviceMesh) -> ExpertGroup:
+    def from_mesh(mesh: DeviceMesh, once_per_process: bool = False) -> ExpertGroup:
         """The group of a mesh with one dimension."""
-        return ExpertGroup(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+        return ExpertGroup(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), once_per_process)
 
-    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        return exchange_counts(counts, self.size, self.name)
+    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return exchange_counts(counts, self.name)
 
     def exchange_rows(self, x: Tensor, splits: Tensor, num_rows: int | None = None) -> Tensor:
         return _ExchangeRows.apply(x, splits, num_rows, self.name)
@@ -58,29 +63,29 @@ class ExpertGroup(NamedTuple):
 
 
 @torch.library.custom_op("zeropipe::exchange_counts", mutates_args=())
-def exchange_counts(counts: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
-    """Rows by (process, expert of this process) that arrive, and `splits`: those sent to and received from each."""
-    even = [len(counts) // size] * size
+def exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    """One row of counts to each process: see `Exchange.exchange_counts`."""
+    even = [1] * len(counts)
     pending = torch_comm.start_exchange(counts, even, even, group)
     if not counts.is_cuda:
         turn()
-    arriving = torch_comm.finish(pending).view(size, -1)
-    splits = torch.stack([counts.view(size, -1).sum(1), arriving.sum(1)])
-    if not counts.is_cuda:
-        return arriving, splits
-    host = torch.empty_like(splits, device="cpu", pin_memory=True)
-    host.copy_(splits, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    turn()  # the device has work of the other computation when the host waits
-    copied.synchronize()
-    return arriving, host
+    arriving = torch_comm.finish(pending)
+    splits = torch.stack([counts[:, 0].long(), arriving[:, 0].long(), arriving[:, 1:].sum(1)])
+    if counts.is_cuda:
+        host = torch.empty_like(splits, device="cpu", pin_memory=True)
+        host.copy_(splits, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        turn()  # the device has work of the other computation when the host waits
+        copied.synchronize()
+        splits = host
+    return arriving, splits[:2].clone(), splits[2].sum()
 
 
 @exchange_counts.register_fake
-def _(counts: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
-    arriving = counts.new_empty(size, counts.shape[0] // size)
-    return arriving, torch.empty(2, size, dtype=torch.int64, device="cpu")
+def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    splits = torch.empty(2, len(counts), dtype=torch.int64, device="cpu")
+    return torch.empty_like(counts), splits, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("zeropipe::exchange", mutates_args=())

@@ -31,15 +31,15 @@ LENGTH = 8  # tokens of a sequence
 _cache: dict[str, str | None] = {}  # config, as JSON -> the reason why experts cannot be divided
 
 
-def check_divided_experts(stage: HFStage) -> None:
+def check_divided_experts(stage: HFStage, once_per_process: bool = False) -> None:
     """ConfigError unless a small copy of the stage's model computes the same with divided experts. Cached."""
     config = stage.full_config
-    key = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    key = json.dumps([config.to_dict(), once_per_process], sort_keys=True, default=str)
     if key not in _cache:
         try:
             small = build_small_stage(config, stage.family, 1)
             with isolated_torch_state():
-                _cache[key] = _find_difference(small)
+                _cache[key] = _find_difference(small, once_per_process)
         except ConfigError:
             raise
         except Exception as error:
@@ -48,7 +48,7 @@ def check_divided_experts(stage: HFStage) -> None:
         raise ConfigError(f"model_type={config.model_type!r} cannot run with ep: {reason}; leave out ep")
 
 
-def _find_difference(small: HFStage) -> str | None:
+def _find_difference(small: HFStage, once_per_process: bool) -> str | None:
     """The first difference of copies with divided experts from a model, in words."""
     stacks = find_stacks(copy.deepcopy(small))
     if not stacks:
@@ -63,7 +63,7 @@ def _find_difference(small: HFStage) -> str | None:
     gradients = [torch.randn_like(some) for some in logits]
     torch.autograd.backward(logits, gradients)
     simulated = SimulatedTP(size)
-    shards = [ParameterShards(_SimulatedGroup(simulated, rank, size), None) for rank in range(size)]
+    shards = [ParameterShards(_SimulatedGroup(simulated, rank, size, once_per_process), None) for rank in range(size)]
     outputs = simulated.run(_run_copy, list(zip(copies, shards, batches, gradients)))
     if not all(map(is_close, outputs, logits)):
         return "it gives other logits"
@@ -106,30 +106,31 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 class _SimulatedGroup:
     """The Exchange of one simulated process."""
 
-    def __init__(self, simulated: SimulatedTP, rank: int, size: int) -> None:
-        self._simulated, self.rank, self.size = simulated, rank, size
+    def __init__(self, simulated: SimulatedTP, rank: int, size: int, once_per_process: bool) -> None:
+        self._simulated, self.rank, self.size, self.once_per_process = simulated, rank, size, once_per_process
 
-    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         everyone = self._simulated.exchange(self.rank, counts)
-        arriving = torch.stack([some.view(self.size, -1)[self.rank] for some in everyone])
-        return arriving, torch.stack([counts.view(self.size, -1).sum(1), arriving.sum(1)])
+        arriving = torch.stack([some[self.rank] for some in everyone])
+        return arriving, torch.stack([counts[:, 0], arriving[:, 0]]), arriving[:, 1:].sum()
 
     def exchange_rows(self, x: Tensor, splits: Tensor, num_rows: int | None = None) -> Tensor:
-        return _SimulatedExchange.apply(x, splits, self)
+        return _SimulatedExchange.apply(x, splits, num_rows, self)
 
-    def move(self, x: Tensor, splits: Tensor) -> Tensor:
-        """The rows that all threads send to this one."""
+    def move(self, x: Tensor, splits: Tensor, num_rows: int | None) -> Tensor:
+        """The rows that all threads send to this one; then zeros, up to `num_rows`."""
         sent = self._simulated.exchange(self.rank, splits[0])
-        everyone = self._simulated.exchange(self.rank, x)
-        return torch.cat([some.split(split.tolist())[self.rank] for some, split in zip(everyone, sent)])
+        everyone = self._simulated.exchange(self.rank, x[: int(splits[0].sum())])
+        rows = torch.cat([some.split(split.tolist())[self.rank] for some, split in zip(everyone, sent)])
+        return rows if num_rows is None else torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
 
 
 class _SimulatedExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, splits: Tensor, group: _SimulatedGroup) -> Tensor:
-        ctx.splits, ctx.group = splits, group
-        return group.move(x, splits)
+    def forward(ctx: Any, x: Tensor, splits: Tensor, num_rows: int | None, group: _SimulatedGroup) -> Tensor:
+        ctx.splits, ctx.num_rows, ctx.group = splits, len(x), group
+        return group.move(x, splits, num_rows)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.move(dy, ctx.splits.flip(0)), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.group.move(dy, ctx.splits.flip(0), ctx.num_rows), None, None, None

@@ -18,6 +18,8 @@ from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.torch_private.comm import unflatten
 from zeropipe.errors import ConfigError, short
 
+DISPATCHES = ("expert", "process")
+
 
 def divide_mesh(mesh: DeviceMesh, layout: Layout, ep: object) -> DeviceMesh | None:
     """The mesh with `edp` and `ep` in place of the data dimension that ep divides; None for ep=1."""
@@ -31,17 +33,20 @@ def divide_mesh(mesh: DeviceMesh, layout: Layout, ep: object) -> DeviceMesh | No
     return unflatten(mesh, name, (layout.sizes[name] // ep, ep), (EXPERT_DATA, EXPERTS))
 
 
-def apply_ep(stages: Iterable[Any], mesh: DeviceMesh) -> None:
+def apply_ep(stages: Iterable[Any], mesh: DeviceMesh, dispatch: object = "expert") -> None:
     """Divide the experts of stages over the `ep` of such a mesh, in place.
 
     Every process keeps some experts of each layer, and computes them for the tokens of all `ep` processes: each sum of
     gradients over these is there already, and no factor is needed.
     """
-    shards = ParameterShards(ExpertGroup.from_mesh(mesh[EXPERTS]), mesh[EXPERTS])
+    if dispatch not in DISPATCHES:
+        raise ConfigError(f"dispatch={short(dispatch)}: must be {' or '.join(map(repr, DISPATCHES))}")
+    once = dispatch == "process"
+    shards = ParameterShards(ExpertGroup.from_mesh(mesh[EXPERTS], once), mesh[EXPERTS])
     for stage in stages:
         if isinstance(stage, HFStage):
             if any(is_adapter_name(name) for name in stage.full_names()):
                 raise ConfigError("experts of stages with an adapter cannot be divided over ep; leave out ep")
-            check_divided_experts(stage)
+            check_divided_experts(stage, once)
         divide_stacks(find_stacks(stage), shards)
         stage.expert_mesh = mesh

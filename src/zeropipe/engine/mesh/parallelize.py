@@ -34,11 +34,13 @@ def parallelize(
     reduce_dtype: torch.dtype | None = torch.float32,
     offload: bool = False,
     ep: int = 1,
+    dispatch: str = "expert",
 ) -> dict[int, S]:
     """Shard this rank's stages over `tp` and `dp_shard`, in place, and return them; pass the Engine the same mesh.
 
     `ep`: divide the experts of every layer over this many of the `dp_shard` processes (without `dp_shard`, of
     `dp_replicate`), which must be a divisor of their number; tokens are sent to the process that has their experts.
+    `dispatch`: a token is sent once for each "expert" of it, or once to each "process" that has some of them.
 
     `plan`: how layers are sharded over `tp`, by their names in the full model, as transformers writes it; the model's
     own plan by default. For a Hugging Face model the plan is checked on a small copy. `sequence_parallel`: outside
@@ -66,7 +68,7 @@ def parallelize(
         if name == "tp" and layout.sizes[name] > 1:
             apply_tp(stages.values(), mesh[name], plan, sequence=sequence_parallel)
         elif name == EXPERTS:
-            apply_ep(stages.values(), expert_mesh)
+            apply_ep(stages.values(), expert_mesh, dispatch)
     if layout.sizes.get("dp_shard", 1) > 1:
         options = _fsdp_options(mesh, layout, dtype, reduce_dtype, offload)
         expert_options = _expert_options(options, expert_mesh)

@@ -70,6 +70,10 @@ class MeshTable(Table):
         default=1,
         description="Processes of `dp_shard` (without it, `dp_replicate`) that the experts of layers are divided over.",
     )
+    dispatch: Literal["expert", "process"] = Field(
+        default="expert",
+        description="With `ep`, send a token once for each `expert` of it, or once to each `process` that has some.",
+    )
     sequence_parallel: Flag = Field(
         default=False, description="Also shard sequences over `tp` outside attention and MLP."
     )

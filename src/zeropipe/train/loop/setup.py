@@ -101,7 +101,7 @@ def _build_stages(config: RunConfig, position: RankPosition) -> dict[int, Any]:
     is_mixed = config.mesh.dp_shard > 1 and dtype == torch.bfloat16
     parallelize(
         stages, position.mesh, sequence_parallel=config.mesh.sequence_parallel, offload=config.engine.offload,
-        dtype=dtype if is_mixed else None, ep=config.mesh.ep,
+        dtype=dtype if is_mixed else None, ep=config.mesh.ep, dispatch=config.mesh.dispatch,
     )  # fmt: skip
     if not is_mixed and dtype == torch.bfloat16 and config.optimizer.master_weights:
         for stage in stages.values():
