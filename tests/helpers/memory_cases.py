@@ -212,10 +212,10 @@ def errors(predicted: dict[str, float], measured: Measured) -> dict[str, float]:
 
 
 def _state(optimizer: Any) -> list[Tensor]:
-    """The tensors of an optimizer's state with as many elements as a parameter, and master weights."""
+    """The tensors of an optimizer's state with as many elements as a parameter, and what is kept of master weights."""
     masters = []
     if isinstance(optimizer, MasterWeights):
-        masters = [master for parameter, master in optimizer.pairs if parameter is not master]
+        masters = optimizer.kept
         optimizer = optimizer.optimizer
     return [*masters, *(t for one in optimizer.state.values() for t in one.values() if isinstance(t, Tensor))]
 

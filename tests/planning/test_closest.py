@@ -50,14 +50,14 @@ def test_every_way_out_is_a_plan_that_fits(nothing):
     [
         ({"ac": "none"}, {"ac": "full"}), ({"microbatch_sizes": [16]}, {"microbatch_sizes": 1}),
         ({"pp": 4}, {"pp": 2}), ({"tp": 1}, {"tp": 2}),
-        ({"pp": 4, "tp": 1, "schedules": "gpipe", "memory": 30e9}, {"schedules": "v-min:v=2"}),
+        ({"pp": 4, "tp": 1, "schedules": "gpipe", "memory": 28e9}, {"schedules": "v-min:v=2"}),
         ({"dtype": "float32", "sequence": 32768, "sequence_parallel": False, "memory": 40.5e9}, {"dtype": "bf16"}),
     ],
     ids=lambda value: next(iter(value)),
 )  # fmt: skip
 def test_a_wish_that_keeps_a_plan_from_fitting_is_named(wish, change):
-    """The model needs 20.2 GB of four GPUs at least."""
-    closest = zp.plan("qwen3-4b", **{**LARGE, "gpus": 4, "memory": 26e9, **wish}).closest
+    """The model needs 18.2 GB of four GPUs at least."""
+    closest = zp.plan("qwen3-4b", **{**LARGE, "gpus": 4, "memory": 24e9, **wish}).closest
     assert change in [way.change for way in closest.ways_out]
 
 
@@ -70,7 +70,7 @@ def test_more_gpus_and_shorter_sequences_are_tried_at_once_if_neither_is_enough(
 
 def test_costs_of_a_file_need_more_gpus_or_other_settings():
     costs = zp.estimate("qwen3-8b", ac=["none", "full"])
-    closest = zp.plan(costs, **{**LARGE, "gpus": 2}, ac="none").closest
+    closest = zp.plan(costs, **{**LARGE, "gpus": 2}, memory=70e9, ac="none").closest
     assert {tuple(way.change) for way in closest.ways_out} == {("gpus",)}
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zeropipe.engine.low_bits import LowBits, make_chunks
 from zeropipe.engine.torch_private.tensors import version
 from zeropipe.errors import ConfigError
 
@@ -23,12 +25,18 @@ class MasterWeights:
     `parameters` are tensors or groups of them, as torch's optimizers take them. `.optimizer` is the wrapped optimizer,
     for a learning-rate scheduler. Parameters in float32 or float64 are used as they are. The next step starts from
     values that were written into a parameter between steps (`load_state_dict`, `copy_`; not through `.data`).
+
+    `low_bits`: between steps keep only those 16 bits of the copies of bfloat16 parameters that the parameters do not
+    have, which needs 2 bytes per parameter less. The optimizer steps some of the parameters at a time, so it must treat
+    each by itself, as AdamW, Adam, SGD and Adafactor do. A parameter that was written between steps loses these bits.
     """
 
     def __init__(
         self,
         make: Callable[..., torch.optim.Optimizer],
         parameters: Iterable[Tensor | Mapping[str, Any]],
+        *,
+        low_bits: bool = False,
         **options: Any,
     ) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []  # (parameter, what the optimizer updates)
@@ -42,6 +50,7 @@ class MasterWeights:
             for entry in entries
         ]
         self.optimizer = make(inside, **options)
+        self._chunks = self._make_chunks() if low_bits else []
         self._written = self._versions()
 
     def _master(self, parameter: Tensor) -> Tensor:
@@ -51,11 +60,35 @@ class MasterWeights:
         self._pairs.append((parameter, master))
         return master
 
+    def _make_chunks(self) -> list[LowBits]:
+        """The chunks of all parameters whose copies are compressed between steps; their pairs come first."""
+        pairs = [(p, m) for p, m in self._pairs if p.dtype == torch.bfloat16 and not isinstance(p, DTensor)]
+        chosen = {id(parameter) for parameter, _ in pairs}
+        self._pairs = pairs + [pair for pair in self._pairs if id(pair[0]) not in chosen]
+        return list(make_chunks([p for p, _ in pairs], [m for _, m in pairs]))
+
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter, and the tensor that the wrapped optimizer updates for it."""
+        """Each parameter, and the tensor that the wrapped optimizer updates for it; `compress` frees it."""
         self._copy_changes()
+        for chunk in self._chunks:
+            chunk.expand()
         return list(self._pairs)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What is kept of the float32 copies between steps: all bits, or the lower ones."""
+        self.compress()
+        start = sum(len(chunk.copies) for chunk in self._chunks)
+        masters = [master for parameter, master in self._pairs[start:] if parameter is not master]
+        return [chunk.low for chunk in self._chunks] + masters
+
+    def compress(self) -> None:
+        """Free the float32 copies that `pairs` has made, if only their lower bits are kept between steps."""
+        self._copy_changes()
+        for chunk in self._chunks:
+            chunk.compress()
+        self._written = self._versions()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -65,15 +98,30 @@ class MasterWeights:
     @torch.no_grad()
     def step(self) -> None:
         """Run one step of the wrapped optimizer, on gradients of any dtype."""
-        copies = [(parameter, master) for parameter, master in self._pairs if parameter is not master]
         self._copy_changes()
+        start = sum(len(chunk.copies) for chunk in self._chunks)
+        uncompressed = self._pairs[start:]
+        if uncompressed or not self._chunks:
+            self._step_pairs(uncompressed)
+            for parameter, master in uncompressed:
+                if parameter is not master:
+                    parameter.copy_(master)
+        with _without_gradients(parameter for parameter, master in uncompressed if parameter is master):
+            for chunk in reversed(self._chunks):
+                end, start = start, start - len(chunk.copies)
+                chunk.expand()
+                self._step_pairs(self._pairs[start:end])
+                chunk.compress()
+        self._written = self._versions()
+
+    def _step_pairs(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Step the optimizer for those parameters only that are in `pairs`; no other one has a gradient in it."""
+        copies = [(parameter, master) for parameter, master in pairs if parameter is not master]
         for parameter, master in copies:
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self.optimizer.step()
-        for parameter, master in copies:
+        for _, master in copies:
             master.grad = None
-            parameter.copy_(master)
-        self._written = self._versions()
 
     def _versions(self) -> list[int]:
         """torch's version counters; a DTensor and its local shard each have one."""
@@ -86,8 +134,14 @@ class MasterWeights:
     def _copy_changes(self) -> None:
         """Copy values that were written into parameters to the masters; unchanged values keep their precision."""
         written = self._versions()
+        chunks = iter([(chunk, number) for chunk in self._chunks for number in range(len(chunk.copies))])
         for (parameter, master), before, now in zip(self._pairs, self._written, written):
-            if parameter is not master and now != before:
+            chunk, number = next(chunks, (None, 0))
+            if parameter is master or now == before:
+                continue
+            if chunk is not None and not chunk.is_expanded:
+                chunk.restart(number)
+            else:
                 is_same = parameter == master.to(parameter.dtype)
                 master.copy_(torch.where(is_same, master, parameter.float()))
         self._written = written
@@ -104,7 +158,8 @@ class MasterWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and the float32 weights."""
-        return {"optimizer": self.optimizer.state_dict(), "masters": [master.detach() for _, master in self.pairs]}
+        masters = [master.detach() for _, master in self.pairs]
+        return {"optimizer": self.optimizer.state_dict(), "masters": masters}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -115,10 +170,23 @@ class MasterWeights:
                 "load it into an optimizer of the same parameters"
             )
         self.optimizer.load_state_dict(state["optimizer"])
-        for (parameter, master), saved in zip(self._pairs, state["masters"]):
+        for (parameter, master), saved in zip(self.pairs, state["masters"]):
             master.copy_(saved)
             parameter.copy_(master)
-        self._written = self._versions()
+        self.compress()
+
+
+@contextmanager
+def _without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which parameters have no gradients."""
+    hidden = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in hidden:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
 
 
 def _listed(params: Any) -> list[Tensor]:

@@ -14,7 +14,7 @@ from zeropipe.estimating.gpus import find_gpu
 from zeropipe.estimating.model import Model, ShapedModel, open_model
 from zeropipe.estimating.operators import Sizes
 from zeropipe.estimating.price import Pricing, price_layer
-from zeropipe.sim.layer_costs import DTYPE_NAMES, LayerCosts, ParameterBytes, Setting
+from zeropipe.sim.layer_costs import BF16_STATE, DTYPE_NAMES, LayerCosts, ParameterBytes, Setting
 
 DTYPES = {"bf16": 2, "float16": 2, "float32": 4}
 
@@ -55,7 +55,7 @@ def estimate(
         for num_shards, is_parallel in _list_shardings(opened, tp_sizes, sequence_parallel, sequence)
         for size in sizes for mode in _list_modes(ac)
     ]  # fmt: skip
-    state = ParameterBytes() if DTYPES[dtype] == 2 and lora is None else ParameterBytes(4, 4, 8, 4)
+    state = BF16_STATE if DTYPES[dtype] == 2 and lora is None else ParameterBytes(4, 4, 8, 4)
     if lora is not None:  # adapters are float32
         state = replace(state, frozen=DTYPES[dtype])
     return LayerCosts(

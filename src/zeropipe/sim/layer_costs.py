@@ -115,6 +115,10 @@ class ParameterBytes:
         return trained * (self.between_steps(shards) + self.gradients / shards) + frozen * (self.frozen / shards)
 
 
+# AdamW in float32. Beside an unsharded weight only those 16 bits of its float32 copy are kept that it does not have.
+BF16_STATE = ParameterBytes(weights=2, gradients=4, optimizer=10, shard=2)
+
+
 @dataclass(frozen=True)
 class LayerCosts:
     """A model's layers in order, and the costs of each kind of layer in some settings.
@@ -140,7 +144,7 @@ class LayerCosts:
     inter_node: Link = SAME_LINK
     sending: float = 0.0
     receiving: float = 0.0
-    state: ParameterBytes = ParameterBytes()
+    state: ParameterBytes = BF16_STATE
     machine: Mapping[str, Any] = field(default_factory=dict)  # gpu, peak_flops, memory, efficiency, ...
     versions: Mapping[str, str] = field(default_factory=dict)
 

@@ -20,7 +20,7 @@ from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import SAME_LINK, TIME_FIELDS, Link
-from zeropipe.sim.layer_costs import LayerCost, LayerCosts, ParameterBytes, Setting
+from zeropipe.sim.layer_costs import BF16_STATE, LayerCost, LayerCosts, ParameterBytes, Setting
 
 STAGE = "stage"  # the kind that every stage has once
 MEMORY_FIELDS = ("activation", "stash")
@@ -49,7 +49,7 @@ def costs_from_profile(profile: Profile) -> LayerCosts:
         profile.model, "profile", profile.layers, tuple(map(_fit_setting, profile.probes)), after=("head",),
         each=(STAGE,), tied=profile.tied, sequence=profile.sequence, dtype=profile.dtype, link=link,
         inter_node=inter_node, sending=sending, receiving=receiving,
-        state=ParameterBytes() if size == 2 else ParameterBytes(size, size, 2 * size, size),
+        state=BF16_STATE if size == 2 else ParameterBytes(size, size, 2 * size, size),
         machine=profile.machine, versions=profile.versions,
     )  # fmt: skip
 

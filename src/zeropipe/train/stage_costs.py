@@ -109,13 +109,16 @@ def state_bytes(config: RunConfig) -> ParameterBytes:
     if config.lora is not None:
         trained = max(4, size)
         return ParameterBytes(trained, trained, moments * trained, trained, frozen=size)
-    trained = masters or size
+    trained = 4 if masters else size
     # sharded gradients of 16-bit weights add up in float32, also without master weights
     gradients = max(trained, 4) if config.mesh.dp_shard > 1 else trained
     return ParameterBytes(size, gradients, masters + moments * trained, 0 if masters else size)
 
 
 def master_bytes(config: RunConfig) -> int:
-    """Bytes per parameter of float32 master weights; 0 without them."""
+    """Bytes per parameter of float32 master weights; 0 without them.
+
+    Sharded ones are the stored weights. Beside unsharded ones in 16 bits only the other 16 bits are kept.
+    """
     has_masters = config.model.dtype == "bfloat16" and config.optimizer.master_weights and config.lora is None
-    return 4 if has_masters else 0
+    return (4 if config.mesh.dp_shard > 1 else 2) if has_masters else 0

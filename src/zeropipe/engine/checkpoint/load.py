@@ -16,6 +16,7 @@ from zeropipe.engine.checkpoint.optimizers import (
     MASTER,
     NamedOptimizer,
     OptimizerUse,
+    free_masters,
     has_master_weights,
     require_optimizers,
 )
@@ -56,6 +57,7 @@ def load_checkpoint(path: str | Path, engine: EngineLike, optimizer: Any = None,
     with engine.together("loading a checkpoint", refusing=False):
         loader.run()
         view.comm.exchange(None)  # no rank uses weights that others have not loaded yet
+        free_masters(optimizer)
     return LoadResult(loader.manifest.step, loader.extra)
 
 

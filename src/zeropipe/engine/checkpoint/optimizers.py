@@ -314,3 +314,10 @@ def has_master_weights(optimizer: Any) -> bool:
 
 def _to_number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def free_masters(optimizer: Any) -> None:
+    """Free the float32 copies that were made to save or load them, where an optimizer keeps their lower bits only."""
+    for one in _to_list(optimizer):
+        if isinstance(one, MasterWeights):
+            one.compress()

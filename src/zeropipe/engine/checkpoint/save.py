@@ -31,7 +31,13 @@ from zeropipe.engine.checkpoint import writer
 from zeropipe.engine.checkpoint.catalog import Catalog, EngineLike, EngineView, require_engine
 from zeropipe.engine.checkpoint.fingerprint import compute_fingerprint
 from zeropipe.engine.checkpoint.manifest import Manifest, encode
-from zeropipe.engine.checkpoint.optimizers import NamedOptimizer, OptimizerState, OptimizerUse, merge_states
+from zeropipe.engine.checkpoint.optimizers import (
+    NamedOptimizer,
+    OptimizerState,
+    OptimizerUse,
+    free_masters,
+    merge_states,
+)
 from zeropipe.engine.checkpoint.random_states import get_random_states
 from zeropipe.engine.checkpoint.writer import FolderError, StagedCheckpoint, WrittenShards
 from zeropipe.engine.comm.collective import on_all_ranks
@@ -86,6 +92,7 @@ def save_checkpoint(
         engine.saving = handle
     else:
         handle.wait()
+    free_masters(optimizer)
     return handle
 
 
@@ -100,6 +107,7 @@ def require_savable(engine: EngineLike, optimizer: Any = None, *, frozen: bool =
         _, ranks = on_all_ranks(view.comm, lambda: _collect(catalog, optimizer, frozen, {}))
         writer.plan_global([rank.plan for rank in ranks])
         merge_states([rank.optimizer_use for rank in ranks], [rank.optimizer for rank in ranks])
+    free_masters(optimizer)
 
 
 # collect and plan

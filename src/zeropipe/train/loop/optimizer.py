@@ -39,7 +39,7 @@ def make_optimizer(config: RunConfig, engine: Engine, device: torch.device) -> A
         options["fused"] = table.fused == "yes" or (table.fused == "auto" and on_gpu and can_fuse) or None
     optimizer = OPTIMIZERS[table.name]
     if stored_dtype(config) == torch.bfloat16 and table.master_weights and config.lora is None:
-        return MasterWeights(optimizer, groups, **options)
+        return MasterWeights(optimizer, groups, low_bits=True, **options)
     return optimizer(groups, **options)
 
 

@@ -1,0 +1,100 @@
+"""float32 copies of bfloat16 parameters that need 2 bytes each between two steps of an optimizer.
+
+The 16 bits of a parameter are the upper half of its copy, rounded to nearest. Only the lower half is kept, as a signed
+offset from the rounded value, so that both together give all bits of the copy again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK_SIZE = 2**27  # elements that are in float32 at the same time, if no parameter has more
+
+
+class LowBits:
+    """The lower halves of the float32 copies of some bfloat16 parameters, of one device.
+
+    `copies` have values from `expand` until `compress`, and no memory outside of it.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+        self._parameters, self.copies = tuple(parameters), tuple(copies)
+        ends = torch.tensor([p.numel() for p in parameters]).cumsum(0).tolist()
+        self._ranges = list(pairwise([0, *ends]))
+        self.low = torch.zeros(ends[-1], dtype=torch.int16, device=parameters[0].device)
+        self._full: Tensor | None = None
+        self._free_copies()
+
+    @property
+    def is_expanded(self) -> bool:
+        """Whether the copies have values."""
+        return self._full is not None
+
+    @torch.no_grad()
+    def expand(self) -> None:
+        """Give the copies their values in float32."""
+        if self._full is None:
+            high = torch.cat([bits.flatten() for bits in self._high_bits()])
+            self._full = full = _functions(high.device.type)[0](high, self.low)
+            for copy, (start, end) in zip(self.copies, self._ranges):
+                copy.data = full[start:end].view(copy.shape)
+            self.low = self.low[:0]
+
+    @torch.no_grad()
+    def compress(self) -> None:
+        """Round the copies to the parameters, keep the lower halves, and free the copies' memory."""
+        if self._full is not None:
+            high, self.low = _functions(self._full.device.type)[1](self._full)
+            bits = self._high_bits()
+            torch._foreach_copy_(bits, [high[start:end].view(p.shape) for p, (start, end) in zip(bits, self._ranges)])
+            self._full = None
+            self._free_copies()
+
+    @torch.no_grad()
+    def restart(self, number: int) -> None:
+        """Let the copy of the parameter with this number have the parameter's value."""
+        start, end = self._ranges[number]
+        self.low[start:end].zero_()
+
+    def _high_bits(self) -> list[Tensor]:
+        return [parameter.detach().view(torch.int16) for parameter in self._parameters]
+
+    def _free_copies(self) -> None:
+        for copy, parameter in zip(self.copies, self._parameters):
+            copy.data = torch.empty((), device=parameter.device).expand(parameter.shape)
+
+
+def make_chunks(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> Iterator[LowBits]:
+    """Parameters and their copies in chunks of at most CHUNK_SIZE elements; larger parameters have one of their own."""
+    start, size = 0, 0
+    for end, parameter in enumerate(parameters):
+        if end > start and (size + parameter.numel() > CHUNK_SIZE or parameter.device != parameters[start].device):
+            yield LowBits(parameters[start:end], copies[start:end])
+            start, size = end, 0
+        size += parameter.numel()
+    if start < len(parameters):
+        yield LowBits(parameters[start:], copies[start:])
+
+
+def _join(high: Tensor, low: Tensor) -> Tensor:
+    return ((high.int() << 16) + low.int()).view(torch.float32)
+
+
+def _split(full: Tensor) -> tuple[Tensor, Tensor]:
+    bits = full.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
+
+
+@cache
+def _functions(device_type: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`_join` and `_split`; on a GPU each is one kernel."""
+    if device_type == "cuda":
+        return torch.compile(_join, dynamic=True), torch.compile(_split, dynamic=True)
+    return _join, _split
