@@ -183,7 +183,7 @@ def test_what_is_known_without_costs(tmp_path, monkeypatch, run):
         assert one["memory"] == pytest.approx(expected)
     assert sum(one["parameters"] for one in shown["ranks"]) == shown["num_parameters"]
     states = {
-        "--model.dtype bfloat16": (2, 4, 10), "--model.dtype bfloat16 --optimizer.master_weights false": (2, 2, 4),
+        "--model.dtype bfloat16": (2, 4, 12), "--model.dtype bfloat16 --optimizer.master_weights false": (2, 2, 4),
         "--model.dtype float64": (8, 8, 16), "--optimizer.name sgd": (4, 4, 0), "--lora.rank 4": (4, 4, 8),
         "--optimizer.name sgd --optimizer.momentum 0.9": (4, 4, 4), "--optimizer.name adafactor": (4, 4, 0),
     }  # fmt: skip

@@ -146,7 +146,7 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMe
         step.append(packed.row(rank)[at])
     workspace = sum(_workspace(run.resident_costs, num_stages, code) for code in step)
     activations = resident_levels[at] - constant - workspace
-    optimizer = trained * state.optimizer / shards
+    optimizer = trained * state.optimizer_state(shards)
     if shards > 1:
         gradients = trained * state.gradients / shards + _full_gradients(run.timeline, rank, at)
     else:

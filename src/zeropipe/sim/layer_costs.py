@@ -88,7 +88,8 @@ class ParameterBytes:
     """Bytes per parameter. The optimizer state, with float32 weights beside 16-bit ones, is divided among shards.
 
     `shard` are those of the weights that shards consist of, if they are not part of the optimizer state; `frozen` those
-    of a frozen parameter, which has no gradient and no optimizer state.
+    of a frozen parameter, which has no gradient and no optimizer state. Beside unsharded 16-bit weights a float32 copy
+    needs only the bits that they do not have: the optimizer state is smaller by `saved_unsharded`.
     """
 
     weights: float = 2.0
@@ -96,6 +97,7 @@ class ParameterBytes:
     optimizer: float = 12.0
     shard: float = 0.0
     frozen: float = 0.0
+    saved_unsharded: float = 0.0
 
     def full_weights(self, trained: float, frozen: float) -> float:
         """Bytes of the unsharded weights of so many trained and frozen parameters."""
@@ -108,15 +110,18 @@ class ParameterBytes:
 
     def between_steps(self, shards: int) -> float:
         """Resident all the time per trained parameter: a shard of the optimizer state, and of sharded weights."""
-        return self.optimizer if shards == 1 else (self.optimizer + self.shard) / shards
+        return self.optimizer_state(shards) + (self.shard / shards if shards > 1 else 0.0)
+
+    def optimizer_state(self, shards: int) -> float:
+        """The optimizer state per trained parameter."""
+        return self.optimizer - self.saved_unsharded if shards == 1 else self.optimizer / shards
 
     def within_step(self, shards: int, trained: float, frozen: float) -> float:
         """Bytes of sharded parameters within a step, beside full weights and gradients: their shards, also of sums."""
         return trained * (self.between_steps(shards) + self.gradients / shards) + frozen * (self.frozen / shards)
 
 
-# AdamW in float32. Beside an unsharded weight only those 16 bits of its float32 copy are kept that it does not have.
-BF16_STATE = ParameterBytes(weights=2, gradients=4, optimizer=10, shard=2)
+BF16_STATE = ParameterBytes(weights=2, gradients=4, optimizer=12, saved_unsharded=2)  # AdamW in float32
 
 
 @dataclass(frozen=True)

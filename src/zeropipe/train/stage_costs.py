@@ -20,6 +20,7 @@ from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.inputs import explain_adapter, load_layer_costs
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+LOW_BITS_SIZE = 2  # bytes of a float32 weight beside a 16-bit one
 _NUM_MOMENTS = {"adamw": 2, "adam": 2, "sgd": 0, "adafactor": 0}  # optimizer tensors of a parameter's size
 
 
@@ -103,16 +104,22 @@ def state_bytes(config: RunConfig) -> ParameterBytes:
     An adapter has at least float32 weights, beside a frozen model.
     """
     size = _BYTES[config.model.dtype]
-    masters = master_bytes(config)
+    masters = 4 if master_bytes(config) else 0
     optimizer = config.optimizer
     moments = _NUM_MOMENTS[optimizer.name] + (optimizer.name == "sgd" and optimizer.momentum > 0)
     if config.lora is not None:
         trained = max(4, size)
         return ParameterBytes(trained, trained, moments * trained, trained, frozen=size)
-    trained = 4 if masters else size
+    trained = masters or size
     # sharded gradients of 16-bit weights add up in float32, also without master weights
     gradients = max(trained, 4) if config.mesh.dp_shard > 1 else trained
-    return ParameterBytes(size, gradients, masters + moments * trained, 0 if masters else size)
+    return ParameterBytes(
+        size,
+        gradients,
+        masters + moments * trained,
+        0 if masters else size,
+        saved_unsharded=masters - LOW_BITS_SIZE if masters else 0,
+    )
 
 
 def master_bytes(config: RunConfig) -> int:
@@ -121,4 +128,4 @@ def master_bytes(config: RunConfig) -> int:
     Sharded ones are the stored weights. Beside unsharded ones in 16 bits only the other 16 bits are kept.
     """
     has_masters = config.model.dtype == "bfloat16" and config.optimizer.master_weights and config.lora is None
-    return (4 if config.mesh.dp_shard > 1 else 2) if has_masters else 0
+    return (4 if config.mesh.dp_shard > 1 else LOW_BITS_SIZE) if has_masters else 0
