@@ -55,7 +55,7 @@ ENGINE_MAY_IMPORT = {
     "fsdp_private": set(),
     "comm": {"torch_private", "layout"},
     "transformers_private": set(),
-    "stages": {"transformers_private", "comm"},
+    "stages": {"torch_private", "transformers_private", "comm"},
     "mesh": {"torch_private", "fsdp_private", "backward", "blocks", "stages", "layout"},
     "step": {"torch_private", "fsdp_private", "backward", "blocks", "comm", "layout", "mesh", "options", "stages"},
     "low_bits": set(),

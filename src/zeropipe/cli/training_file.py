@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from zeropipe.train.config.tables import RunConfig
 
 # fields that only `zeropipe train` uses: other commands refuse them
-TRAIN_ONLY = ("mesh.sequence_parallel", "mesh.dispatch", "engine.shards", "engine.offload", "engine.direct_gradients")
+TRAIN_ONLY = (
+    "mesh.sequence_parallel", "mesh.dispatch", "engine.shards", "engine.offload", "engine.direct_gradients",
+    "engine.attention",
+)  # fmt: skip
 
 
 def is_training_file(data: dict[str, Any]) -> bool:

@@ -12,8 +12,8 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -99,6 +99,76 @@ def skip_initialization(tensor: Tensor) -> Tensor:
 def uses_flash(config: Any) -> bool:
     """Whether attention takes the borders of packed sequences instead of a mask."""
     return "flash" in (config._attn_implementation or "")
+
+
+def has_flash() -> bool:
+    """Whether the package flash-attn is installed."""
+    from transformers.utils import is_flash_attn_2_available
+
+    return is_flash_attn_2_available()
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far a causal mask reaches back, within a sample: 0 for all the way."""
+
+    window: int = 0  # tokens, the own one included
+    chunk: int = 0  # a token attends within its chunk of so many tokens
+
+
+def read_reach(mask_function: Any) -> Reach | None:
+    """What a mask function of transformers is made of; None if it is not causal, or has a part that is not known.
+
+    Parts that keep packed samples apart are left out.
+    """
+    name, parts = mask_function.__qualname__.partition(".")[0], inspect.getclosurevars(mask_function).nonlocals
+    if name == "causal_mask_function":
+        return Reach()
+    if name == "remap_positions_for_packed_sequence":
+        return read_reach(parts["mask_function"])
+    if name != "and_masks":
+        return None
+    reach, is_causal = Reach(), False
+    for part in parts["mask_functions"]:
+        name, values = part.__qualname__.partition(".")[0], inspect.getclosurevars(part).nonlocals
+        if name == "sliding_window_overlay":
+            reach = replace(reach, window=values["sliding_window"])
+        elif name == "chunked_overlay":
+            reach = replace(reach, chunk=values["chunk_size"])
+        elif name != "packed_sequence_mask_function":
+            inner = read_reach(part)
+            if inner is None:
+                return None
+            reach, is_causal = Reach(max(reach.window, inner.window), max(reach.chunk, inner.chunk)), True
+    return reach if is_causal else None
+
+
+FLASH = "flash_attention_2"
+WRAPPED = "zeropipe_"  # first part of the names of such implementations
+
+
+def wrap_attention(model: Any, attend: Callable[..., Any], make_mask: Callable[..., Any]) -> str | None:
+    """The name of an attention implementation that calls `attend` and `make_mask` with a model's own one first.
+
+    None if the model has another one than eager or torch's, or none that can be replaced.
+    """
+    from transformers import masking_utils, modeling_utils
+
+    base, module = model.config._attn_implementation or "", importlib.import_module(type(model).__module__)
+    if base.startswith(WRAPPED):
+        return base
+    functions: dict[str, Any] = {
+        "sdpa": modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"],
+        "eager": getattr(module, "eager_attention_forward", None),
+    }
+    function = functions.get(base)
+    if function is None:
+        return None
+    name = f"{WRAPPED}{base}_{module.__name__.rpartition('.')[2]}"
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(name, partial(attend, function))
+    mask = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[base]
+    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(make_mask, mask))
+    return name
 
 
 def forward_parameters(model: nn.Module) -> frozenset[str]:

@@ -11,10 +11,12 @@ from torch.overrides import TorchFunctionMode
 from weights_cases import all_stages
 
 import zeropipe as zp
-from zeropipe.engine import CausalLMLoss, hf_model
+from zeropipe.engine import CausalLMLoss, hf_model, hf_stages
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
+from zeropipe.engine.stages.packed_attention import find_samples
 from zeropipe.engine.stages.skeleton import named_tensors
+from zeropipe.errors import ConfigError
 
 CUTS = {"1f1b": zp.build("1f1b", ranks=3, microbatches=3), "zbv": zp.build("zbv", ranks=2, microbatches=4)}
 LENGTHS = (6, 2, 7)
@@ -90,13 +92,13 @@ def plain_step(model, batches):
     return total
 
 
-def assert_exact(model_type, name, tied):
-    model = whole_of(model_type, seed=1, dtype=torch.float64, tie_word_embeddings=tied).double()
+def assert_exact(model_type, name, tied, attention="auto", **changes):
+    model = whole_of(model_type, seed=1, dtype=torch.float64, tie_word_embeddings=tied, **changes).double()
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    stages = all_stages(model, CUTS[name])
+    stages = all_stages(model, CUTS[name], attention=attention)
     assert all(stage.has_tied_ends == tied for stage in stages)
     batches = batches_of(model.config.get_text_config().vocab_size, stages[0].family.can_pack)
     for stage in stages:
@@ -105,6 +107,8 @@ def assert_exact(model_type, name, tied):
         wanted = plain_step(model, batches)
         assert staged_step(stages, batches, WeightStore(), loss_fn=loss_of) == pytest.approx(wanted, rel=1e-9)
     assert_same_gradients(stages, model, rtol=1e-8)
+    if "cu_seqlens" in batches[-1]:
+        assert find_samples(batches[-1]["cu_seqlens"], 1, sum(LENGTHS)).is_used == (attention != "auto")
 
 
 @pytest.mark.parametrize("model_type", PROMISED)
@@ -112,6 +116,30 @@ def test_promised_types(model_type):
     """By turns tied as zbv cuts it, with both ends on one rank, and untied as 1f1b does; the test below has both."""
     tied = TABLE[model_type].tied == "yes" and PROMISED.index(model_type) % 2 == 0
     assert_exact(model_type, "zbv" if tied else "1f1b", tied)
+
+
+# windows and chunks, scores with a bound, attention sinks, fewer heads for keys, heads of two sizes
+PACKED = (
+    ("flex", "qwen3"), ("flex", "gemma2"), ("flex", "gemma3_text"), ("flex", "gpt_oss"), ("flex", "llama4_text"),
+    ("flex", "deepseek_v3"), ("flex", "cohere2"), ("varlen", "qwen3"), ("varlen", "mistral"), ("varlen", "gemma3_text"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("attention", "model_type"), PACKED)
+def test_packed_rows_without_a_dense_mask(attention, model_type):
+    limits = {"attention_chunk_size": 16, "floor_scale": 20} if model_type == "llama4_text" else {}
+    assert_exact(model_type, "1f1b", False, attention, **limits)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("attention", ["flex", "varlen"])
+@pytest.mark.parametrize("model_type", EXACT)
+def test_packed_rows_of_every_type(attention, model_type):
+    try:
+        hf_stages(tiny(model_type), CUTS["zbv"], 0, attention=attention)
+    except ConfigError as refusal:
+        pytest.skip(str(refusal))
+    assert_exact(model_type, "zbv", False, attention)
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from zeropipe.engine.blocks.recompute import RecomputableForward
+from zeropipe.engine.torch_private import attention as torch_attention
 from zeropipe.engine.torch_private import autograd as torch_autograd
 
 
@@ -54,4 +55,4 @@ def _expensive_operators() -> frozenset[Any]:
     )
     found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
     own = (torch.ops.zeropipe.grouped_linear, torch.ops.zeropipe.exchange, torch.ops.zeropipe.exchange_counts)
-    return frozenset([*found, *(op.default for op in own)])
+    return frozenset([*found, *(op.default for op in own), *torch_attention.OPERATORS])

@@ -6,6 +6,7 @@ build        hf_stages, hf_model, module_stages; Model: config, weights and fami
 hf           HFStage: some layers of a Hugging Face decoder model
 cut          how a model's own forward is made to begin and to end at a layer
 packing      packed sequences (cu_seqlens): position ids, masks and rotary embeddings that keep them apart
+packed_attention  the kernels that attend in packed rows without a dense mask
 router_loss  the load-balancing loss of a mixture of experts, summed over stages
 
 families     Family: where a model can be cut, detected by running it; QUIRKS: exceptions by model type

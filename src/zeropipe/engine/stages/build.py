@@ -24,11 +24,12 @@ from zeropipe.engine.stages.directory import DirectorySource
 from zeropipe.engine.stages.families import Family
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.memory import ModelSource, unwrap_model
+from zeropipe.engine.stages.packed_attention import PackedAttention, resolve_attention
 from zeropipe.engine.stages.plain import PlainStage
 from zeropipe.engine.stages.skeleton import ModelSkeleton, build_on_meta, find_decoder_config, named_tensors
-from zeropipe.engine.stages.verify import find_family
+from zeropipe.engine.stages.verify import find_family, find_packed_attention
 from zeropipe.engine.stages.weights import RandomSource, WeightSource
-from zeropipe.engine.transformers_private import classifier_name, quiet
+from zeropipe.engine.transformers_private import FLASH, classifier_name, quiet
 from zeropipe.errors import ConfigError, MissingExtra, first_line, short
 
 
@@ -46,6 +47,7 @@ def hf_stages(
     head: str = "lm",
     seed: int = 0,
     adapter: Any = None,
+    attention: str = "auto",
 ) -> dict[int, HFStage]:
     """This rank's stages of a Hugging Face decoder model, by stage.
 
@@ -55,11 +57,15 @@ def hf_stages(
 
     `adapter` is a `peft.LoraConfig` for a new adapter, or the directory of a saved one; its rules are those of the full
     model. The adapter of a model in memory is kept.
+
+    `attention` is how packed rows (`cu_seqlens`) attend: "sdpa" with a dense mask, "flex" (blocks of torch's
+    flex_attention), "varlen" (torch's variable-length attention), "flash" (the package flash-attn), or "auto": on a GPU
+    in 16 bits the faster of flex and varlen, else sdpa.
     """
     _require_rank(rank, schedule)
-    parse_device(device)
+    attention = resolve_attention(attention, parse_device(device))
     with _warnings_on_first_rank(rank):
-        opened = open_model(model, dtype, head, seed, adapter)
+        opened = open_model(model, dtype, head, seed, adapter, attention)
     counts = _layer_counts(opened.family.num_layers, schedule, layers, first_less, last_less, layers_per_stage)
     cut, last = layer_ranges(counts), schedule.num_stages - 1
     stages = {stage: opened.build_stage(cut, stage, device) for stage in schedule.placement.stages_of(rank)}
@@ -108,10 +114,12 @@ class Model:
     source: WeightSource
     adapter: AdaptedSkeleton | None
     seed: int
+    attention: PackedAttention | None = None
 
     def build_stage(self, cut: tuple[range, ...], stage: int, device: torch.device | str) -> HFStage:
         """One stage, with memory and weights."""
-        built = HFStage(build_on_meta(self.config, self.dtype), self.family, cut, stage, self.head)
+        lm = build_on_meta(self.config, self.dtype)
+        built = HFStage(lm, self.family, cut, stage, self.head, self.attention)
         for name, tensor in named_tensors(built).items():
             tensor.data = tensor.data.to(self.source.dtype_of(built.full_name(name), tensor.dtype))
         built.to_empty(device=device)
@@ -125,7 +133,14 @@ class Model:
             self.adapter.attach(stage, device, self.seed)
 
 
-def open_model(model: Any, dtype: torch.dtype | None, head: str, seed: int, adapter: Any = None) -> Model:
+def open_model(
+    model: Any,
+    dtype: torch.dtype | None,
+    head: str,
+    seed: int,
+    adapter: Any = None,
+    attention: str = "sdpa",
+) -> Model:
     """Open a directory, a config or a model in memory; ConfigError unless it has all tensors of its config."""
     if head not in ("lm", "score"):
         raise ConfigError(
@@ -138,6 +153,8 @@ def open_model(model: Any, dtype: torch.dtype | None, head: str, seed: int, adap
             raise ConfigError(f"{model} is an adapter: must be passed as adapter=, with its base model as the model")
         model, adapter = find_base_model(Path(model)), model
     config, dtype, source = _open_source(model, dtype, seed)
+    if attention == "flash":
+        config._attn_implementation = FLASH
     own_adapter = find_adapter(unwrap_model(model)) if isinstance(model, nn.Module) else None
     if own_adapter is not None and adapter is not None:
         raise ConfigError("adapter=: must be left out, because the model in memory has an adapter")
@@ -149,7 +166,9 @@ def open_model(model: Any, dtype: torch.dtype | None, head: str, seed: int, adap
     config.tie_word_embeddings = is_tied if head == "lm" else config.tie_word_embeddings
     found = open_adapter(adapter) if adapter is not None else own_adapter
     adapted = found and AdaptedSkeleton(skeleton, found)
-    return Model(config, find_family(skeleton.model), dtype, head, source, adapted, seed)
+    family = find_family(skeleton.model)
+    kernels = find_packed_attention(skeleton.model, family, attention)
+    return Model(config, family, dtype, head, source, adapted, seed, kernels)
 
 
 def _is_classifier(model: Any, config: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeropipe.engine.stages.contract import Microbatch
 from zeropipe.engine.stages.cut import StageEnd, StageStart, ZeroWeights, cut_layers
 from zeropipe.engine.stages.families import Family
+from zeropipe.engine.stages.packed_attention import PackedAttention, Samples
 from zeropipe.engine.stages.packing import Packing, require_packable
 from zeropipe.engine.stages.router_loss import RouterLoss
 from zeropipe.errors import ConfigError, EngineError
@@ -35,7 +36,15 @@ class HFStage(nn.Module):
 
     sequence_shards = 1  # number of processes that share each sequence
 
-    def __init__(self, lm: nn.Module, family: Family, cut: tuple[range, ...], stage: int, head: str = "lm") -> None:
+    def __init__(
+        self,
+        lm: nn.Module,
+        family: Family,
+        cut: tuple[range, ...],
+        stage: int,
+        head: str = "lm",
+        attention: PackedAttention | None = None,
+    ) -> None:
         super().__init__()
         self.lm, self.family, self.full_config = lm, family, lm.config
         self.cut, self.stage, self.head = cut, stage, head
@@ -51,7 +60,7 @@ class HFStage(nn.Module):
         all_layers = list(lm.get_submodule(family.layers).children())
         self.blocks = [all_layers[index] for index in self.layers]
         self._remove_other_stages(parameters)
-        self._packing = Packing(lm)
+        self._packing = Packing(lm, attention)
         self._router_loss = RouterLoss(lm, self._base, self.blocks) if family.has_router_loss and head == "lm" else None
         if self.is_last and head == "score":
             weight = next(lm.parameters())
@@ -205,7 +214,13 @@ class HFStage(nn.Module):
             self._router_loss.running_state = state
 
     def _forward(
-        self, inputs: Sequence[Tensor], *, is_packed: bool = False, sample_lengths: Tensor | None = None, **kwargs: Any
+        self,
+        inputs: Sequence[Tensor],
+        *,
+        is_packed: bool = False,
+        sample_lengths: Tensor | None = None,
+        samples: Samples | None = None,
+        **kwargs: Any,
     ) -> Tensor | tuple[Tensor, ...]:
         if not self.is_first:
             if not self.layers and not self.is_last:
@@ -213,7 +228,7 @@ class HFStage(nn.Module):
             self._start.received = inputs
             self._zero_weights.match(inputs[0])
         try:
-            with self._packing.separate_samples(kwargs.get("position_ids"), is_packed, sample_lengths):
+            with self._packing.separate_samples(kwargs.get("position_ids"), is_packed, sample_lengths, samples):
                 output = self._run(kwargs)
         except StageEnd as end:
             return end.values if len(end.values) > 1 else end.values[0]

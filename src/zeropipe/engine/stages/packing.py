@@ -3,9 +3,10 @@
 A microbatch with `cu_seqlens` is packed. Three things keep its samples apart, all of them in this file:
 
 position ids       start at 0 with each sample (`position_ids`)
-attention masks    flash attention takes the borders of the samples (`Packing.inputs`); all other masks are made from
-                   the position ids by functions of transformers (`Packing.separate_samples`). A model type with mask
-                   functions of its own names them in `families.QUIRKS`.
+attention masks    kernels that take the borders of the samples have no mask (`packed_attention`; `Packing.inputs` for
+                   the package flash-attn); dense masks are made from the position ids by functions of transformers
+                   (`Packing.separate_samples`). A model type with mask functions of its own names them in
+                   `families.QUIRKS`.
 rotary embeddings  whose factors depend on the length of a sequence take the length of each sample
                    (`Packing.separate_samples`)
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from zeropipe.engine.stages.contract import Microbatch
 from zeropipe.engine.stages.families import Family, quirk_of
+from zeropipe.engine.stages.packed_attention import PackedAttention, Samples, attend_within, find_samples, use
 from zeropipe.engine.transformers_private import (
     forward_parameters,
     masks_from_positions,
@@ -72,8 +74,10 @@ def sample_lengths(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
 class Packing:
     """How one model, or one stage of it, keeps packed samples apart."""
 
-    def __init__(self, lm: nn.Module) -> None:
-        self._config, self._rotary = lm.config, _length_dependent_rotary(lm)
+    def __init__(self, lm: nn.Module, attention: PackedAttention | None = None) -> None:
+        self._config, self._rotary, self._attention = lm.config, _length_dependent_rotary(lm), attention
+        if attention is not None:
+            use(lm)
 
     def inputs(self, cu_seqlens: Tensor, positions: Tensor | None) -> dict[str, Any]:
         """The inputs of HFStage.forward for packed rows; `positions` are the microbatch's own position ids."""
@@ -81,6 +85,8 @@ class Packing:
         inputs: dict[str, Any] = {"position_ids": positions, "is_packed": True}
         if self._rotary:
             inputs["sample_lengths"] = sample_lengths(cu_seqlens, positions)
+        if self._attention is not None:
+            inputs["samples"] = find_samples(cu_seqlens, *positions.shape[-2:])
         if uses_flash(self._config):
             longest = int(cu_seqlens.diff().max())
             inputs |= {f"cu_seq_lens_{side}": cu_seqlens for side in "qk"}
@@ -89,7 +95,11 @@ class Packing:
 
     @contextmanager
     def separate_samples(
-        self, positions: Tensor | None, is_packed: bool, lengths: Tensor | None = None
+        self,
+        positions: Tensor | None,
+        is_packed: bool,
+        lengths: Tensor | None = None,
+        samples: Samples | None = None,
     ) -> Iterator[None]:
         """Run a forward with masks and rotary embeddings that keep packed samples apart."""
         with ExitStack() as stack:
@@ -97,13 +107,24 @@ class Packing:
                 stack.enter_context(no_packed_masks())
             elif is_packed:
                 stack.enter_context(masks_from_positions(positions, quirk_of(self._config).mask_functions))
+            if samples is not None and self._attention is not None:
+                stack.enter_context(attend_within(samples, self._attention))
             if lengths is not None:
                 stack.enter_context(_rotary_per_sample(self._rotary, lengths))
             yield
 
 
-def keeps_apart(model: nn.Module, ids: Tensor, lengths: Sequence[int], is_equal: Equal) -> bool:
-    """Whether a model's logits of samples packed in the row `ids` equal those of each sample alone."""
+def keeps_apart(
+    model: nn.Module,
+    ids: Tensor,
+    lengths: Sequence[int],
+    is_equal: Equal,
+    attention: PackedAttention | None = None,
+) -> bool:
+    """Whether a model's logits of samples packed in the row `ids` equal those of each sample alone.
+
+    With `attention`, also whether its kernel was used.
+    """
     if "position_ids" not in forward_parameters(model):
         return False
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
@@ -112,9 +133,11 @@ def keeps_apart(model: nn.Module, ids: Tensor, lengths: Sequence[int], is_equal:
     models = [copy.deepcopy(model) if _length_dependent_rotary(model) else model for _ in lengths]
     with torch.no_grad():
         alone = [one(input_ids=part, use_cache=False).logits for one, part in zip(models, ids.split(lengths, dim=1))]
-        with Packing(model).separate_samples(positions, True, sample_lengths(cu_seqlens, positions)):
+        samples = None if attention is None else Samples(cu_seqlens, *ids.shape)
+        packing = Packing(model, attention)
+        with packing.separate_samples(positions, True, sample_lengths(cu_seqlens, positions), samples):
             packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    return is_equal(packed, torch.cat(alone, 1))
+    return is_equal(packed, torch.cat(alone, 1)) and (samples is None or samples.is_used)
 
 
 def _length_dependent_rotary(model: nn.Module) -> list[nn.Module]:

@@ -26,9 +26,10 @@ from zeropipe.engine.stages.families import (
     refuse,
 )
 from zeropipe.engine.stages.hf import HFStage, find_shared_parameters
+from zeropipe.engine.stages.packed_attention import KERNELS, PackedAttention, find_head_sizes
 from zeropipe.engine.stages.packing import keeps_apart
 from zeropipe.engine.stages.skeleton import build_on_meta
-from zeropipe.engine.stages.small_model import build_small_model, length_limit
+from zeropipe.engine.stages.small_model import build_small_model, length_limit, nonzero_dropout
 from zeropipe.engine.stages.weights import seeded_rng
 from zeropipe.engine.transformers_private import quiet
 from zeropipe.errors import ConfigError
@@ -37,6 +38,7 @@ SAMPLE_LENGTHS = (5, 6)  # of two packed samples; no limit of lengths in a small
 TOLERANCE = 1e-4  # in float32, relative to the largest value; mostly there is no difference at all
 ZERO_TOLERANCE = 1e-6  # of a gradient that should be 0, relative to the largest gradient
 _cache: dict[str, Family | str] = {}  # a family, or the error of a model that cannot be cut
+_kernels: dict[str, dict[str, str | None]] = {}  # of packed rows, and why each cannot run
 
 Batch = dict[str, Tensor]
 
@@ -89,6 +91,46 @@ def _verify_once(small: nn.Module, layers: str) -> Family:
     if not isinstance(found, Family):
         found = _cache[key] = verify_cut(small, layers)
     return found
+
+
+def find_packed_attention(model: nn.Module, family: Family, option: str) -> PackedAttention | None:
+    """The kernels that keep packed samples of a model apart, by the option `attention`; None for dense masks.
+
+    ConfigError for a kernel that does not. Each is verified on a small copy, with results cached by config.
+    """
+    config = model.config
+    if option in ("sdpa", "flash") or not family.can_pack:
+        return None
+    key = _key(config, "packed attention")
+    if key not in _kernels:
+        with isolated_torch_state():
+            small = build_small_model(model, family.layers, limits=family.max_packed_row is None)
+            _kernels[key] = {kernel: _find_difference(small, kernel) for kernel in KERNELS}
+    drops = [f"{name}={value}" for name, value in nonzero_dropout(config.to_dict()).items() if "att" in name]
+    reasons = _kernels[key] if not drops else dict.fromkeys(KERNELS, f"its attention has dropout ({', '.join(drops)})")
+    if option != "auto" and reasons[option]:
+        raise ConfigError(
+            f"attention={option!r}: model_type={config.model_type!r} cannot pack with it: {reasons[option]}; use 'auto'"
+        )
+    return PackedAttention(option, reasons, find_head_sizes(config.get_text_config()))
+
+
+def _find_difference(small: nn.Module, kernel: str) -> str | None:
+    """Why packed samples of a small model cannot run with a kernel; None if they have the logits of each alone."""
+    *others, packed = _batches(small)
+    attention = PackedAttention(kernel)
+    changed = copy.deepcopy(small)
+    try:
+        if not keeps_apart(changed, packed["input_ids"], SAMPLE_LENGTHS, is_close, attention):
+            return "its packed samples have other logits"
+        for batch in others:
+            with torch.no_grad():
+                outputs = [model(**batch, use_cache=False).logits for model in (changed, small)]
+            if not is_close(*outputs):
+                return "its rows that are not packed have other logits"
+    except Exception as error:
+        return format_error(error)
+    return None
 
 
 def build_small_stage(config: Any, family: Family, tp: int) -> HFStage:

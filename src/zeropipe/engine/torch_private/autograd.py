@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.utils import redirect_to_mode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeropipe.engine.torch_private.tensors import storage_id, tensors_in
@@ -180,6 +181,7 @@ def _copying_mode(mode: type[Any]) -> type[Any]:
                 _copy_modified(self.storage, func, args, kwargs or {})
             return super().__torch_dispatch__(func, types, args, kwargs)
 
+    redirect_to_mode(torch.ops.higher_order.flex_attention, CopyingMode)  # torch does so for its own modes only
     return CopyingMode
 
 

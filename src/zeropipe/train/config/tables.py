@@ -132,6 +132,12 @@ class EngineTable(Table):
     ac: str = Field(
         default="none", description="Activation checkpointing: none, full, selective:N, selective:op, memory_budget:X."
     )
+    attention: Literal["auto", "sdpa", "flex", "varlen", "flash"] = Field(
+        default="auto",
+        description="How packed rows attend. `sdpa`: with a dense mask. `flex`: blocks of torch's flex_attention. "
+        "`varlen`: torch's variable-length attention. `flash`: the package flash-attn. `auto`: on a GPU in 16 bits the "
+        "faster of `flex` and `varlen`, else `sdpa`.",
+    )
     split: Literal["store", "whole"] = Field(default="store", description="How the backward is split into I and W.")
     dynamic_weights: Flag = Field(
         default=False, description="While waiting for a message, run pending weight gradients (W)."

@@ -97,6 +97,7 @@ def _build_stages(config: RunConfig, position: RankPosition) -> dict[int, Any]:
     stages = hf_stages(
         _model_source(config), schedule, position.rank, layers=choose_layers(config, schedule),
         dtype=stored_dtype(config), device=position.device, seed=config.train.seed, adapter=_adapter_source(config),
+        attention=config.engine.attention,
     )  # fmt: skip
     is_mixed = config.mesh.dp_shard > 1 and dtype == torch.bfloat16
     parallelize(
