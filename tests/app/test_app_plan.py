@@ -126,7 +126,7 @@ def test_the_page_takes_what_the_command_takes():
         ({"pp": 3}, "pp", "pp=3: no layout of 4 GPUs"),
         ({"tp": 0}, "tp", "must be a positive integer"),
         ({"lora": "x"}, "lora", "must be a positive integer"),
-        ({"tp": 2, "lora": 4}, "tp", "adapters (lora) cannot be sharded over tp"),
+        ({"tp": 2, "lora": 4}, "tp", "costs of adapters (lora) are not known with tp"),
         ({"reserve": "4GB"}, "reserve", "must be a number of gigabytes, like 4"),
         ({"ac": "some"}, "", "activation checkpointing 'some'"),
         ({"dtype": "int8"}, "dtype", "'int8'"),

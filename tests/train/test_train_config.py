@@ -94,14 +94,12 @@ WRONG = {
                 "engine.offload=true is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"),
     "regather": ("--engine.shards regather", GOOD,
                  "engine.shards='regather' is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"),
-    "adapter and tp": ("--lora.rank 4 --mesh.tp 2", GOOD,
-                       "mesh.tp=2: adapters (lora) cannot be sharded over tp; use dp_shard, or leave out lora"),
+    "dropout and tp": ("--lora.dropout 0.1 --mesh.tp 2", GOOD, "lora.dropout=0.1 with mesh.tp=2: processes of tp would "
+                       "draw different random numbers for the same tokens; leave out one of them"),
     "experts without data parallelism": ("--mesh.ep 2", GOOD, "mesh.ep=2 divides experts over data-parallel "
                                          "processes; use dp_shard of at least 2, or leave out ep"),
     "experts that do not divide": ("--mesh.ep 2 --mesh.dp_shard 3 --data.batch 12", GOOD,
                                    "mesh.ep=2: must divide dp_shard=3"),
-    "experts and adapter": ("--lora.rank 4 --mesh.ep 2 --mesh.dp_replicate 2", GOOD, "mesh.ep=2: experts of a model "
-                            "with an adapter (lora) cannot be divided; leave out one of them"),
     "experts and offload": ("--engine.offload --mesh.ep 2 --mesh.dp_shard 2", GOOD, "engine.offload=true with "
                             "mesh.ep=2=mesh.dp_shard: experts are not sharded; use less mesh.ep"),
     # the schedule

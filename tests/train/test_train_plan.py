@@ -105,7 +105,7 @@ def test_costs_with_another_adapter_are_refused(tmp_path, monkeypatch, run):
     assert run("estimate", "qwen3-0.6b", "--lora", "4", "-o", "four.json")[0] == 0
     assert run("plan", "four.json", *plan)[2].startswith("zeropipe: lora=8: the costs have rank 4; create costs")
     assert run("plan", "qwen3-0.6b", *plan, "--tp", "2")[2].startswith(
-        "zeropipe: tp=2: adapters (lora) cannot be sharded over tp"
+        "zeropipe: tp=2: costs of adapters (lora) are not known with tp"
     )
 
 

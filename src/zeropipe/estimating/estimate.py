@@ -90,7 +90,7 @@ def _require_adapters(model: ShapedModel | CountedModel, rank: int, tp_sizes: li
     """ConfigError for a rank, or a model or layout that adapters are not estimated for."""
     require_positive_integers(lora=rank)
     if max(tp_sizes) > 1:
-        raise ConfigError(f"tp={max(tp_sizes)}: adapters (lora) cannot be sharded over tp; leave out one of them")
+        raise ConfigError(f"tp={max(tp_sizes)}: costs of adapters (lora) are not known with tp; leave out one of them")
     if not can_estimate_adapters(model):
         raise ConfigError(
             f"lora={rank}: adapters of {model.name} cannot be estimated: must be a dense text model of a type in "

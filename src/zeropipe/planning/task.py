@@ -69,7 +69,7 @@ class PlanTask:
         if isinstance(model, str | Mapping):
             require_positions(read_config(model)[1], sequence, "sequence")
         if values["lora"] is not None and values["tp"] is None:
-            values["tp"] = [1]  # adapters cannot be sharded over tp
+            values["tp"] = [1]  # costs of adapters are not known with tp
         return PlanTask(open_model(model), sequence=sequence, **values)
 
     def open(self) -> tuple[PlanContext, SearchSpace]:

@@ -44,7 +44,7 @@ def _list_parallelism(costs: LayerCosts, runs: Sequence[Run]) -> Iterator[tuple[
 
 def _list_training(task: PlanTask) -> Iterator[tuple[str, str]]:
     if task.lora is not None:
-        yield "tensor parallelism", "adapters cannot be sharded over tp"
+        yield "tensor parallelism", "costs of adapters are not known with tp"
     elif isinstance(task.model, LayerCosts):
         yield "LoRA", "these costs are for training all weights; `zeropipe estimate --lora RANK` gives others"
     elif can_estimate_adapters(task.model):

@@ -6,6 +6,7 @@ unit_gatherer       the order in which the units of a stage are gathered, and wh
 tensor_parallel     tensor parallelism by a plan; checks of plans
 tp_check            a small copy of the model, sharded by the plan and compared with the full model
 tp_stage            one stage sharded by a plan
+tp_adapters         linear layers with a LoRA adapter sharded over `tp`
 tp_layers           single layers sharded over `tp`: linear layers, experts, embeddings
 sequence_parallel   sequences sharded over `tp` outside attention and MLP
 vocab_parallel      logits sharded over the vocabulary, and their cross entropy

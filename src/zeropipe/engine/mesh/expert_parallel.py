@@ -13,7 +13,6 @@ from zeropipe.engine.layout import EXPERT_DATA, Layout
 from zeropipe.engine.mesh.ep_check import check_divided_experts
 from zeropipe.engine.mesh.expert_stacks import divide_stacks, find_stacks
 from zeropipe.engine.mesh.tp_layers import ParameterShards
-from zeropipe.engine.stages.adapters import is_adapter_name
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.torch_private.comm import unflatten
 from zeropipe.errors import ConfigError, short
@@ -45,8 +44,6 @@ def apply_ep(stages: Iterable[Any], mesh: DeviceMesh, dispatch: object = "expert
     shards = ParameterShards(ExpertGroup.from_mesh(mesh[EXPERTS], once), mesh[EXPERTS])
     for stage in stages:
         if isinstance(stage, HFStage):
-            if any(is_adapter_name(name) for name in stage.full_names()):
-                raise ConfigError("experts of stages with an adapter cannot be divided over ep; leave out ep")
             check_divided_experts(stage, once)
         divide_stacks(find_stacks(stage), shards)
         stage.expert_mesh = mesh

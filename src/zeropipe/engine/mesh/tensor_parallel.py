@@ -21,7 +21,6 @@ from zeropipe.engine.mesh.tp_stage import (
     parent_name,
     shard_stage,
 )
-from zeropipe.engine.stages.adapters import is_adapter_name
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.small_model import nonzero_dropout
 from zeropipe.errors import ConfigError
@@ -101,8 +100,12 @@ def check_hf_stage(stage: HFStage, plan: Mapping[str, str], tp: int) -> None:
             f"the model has {name}={value}: processes of tp would draw different random numbers for the same "
             f"tokens; set {name}=0"
         )
-    if any(is_adapter_name(name) for name in stage.full_names()):
-        raise ConfigError("stages with an adapter cannot be sharded over tp; use dp_shard, or merge the adapter first")
+    for name, module in stage.named_modules():
+        if ".lora_dropout." in name and getattr(module, "p", 0) > 0:
+            raise ConfigError(
+                f"the adapter has lora_dropout={module.p}: processes of tp would draw different random numbers for the "
+                "same tokens; set lora_dropout=0"
+            )
 
 
 def _check_styles(owner: str, plan: Mapping[str, str], supported: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from zeropipe.engine.backward.experts import keep_local_experts, num_local_exper
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.linear import Deferred, defer
 from zeropipe.engine.mesh.tp_collectives import Copy, Gather, GatherCopy, Reduce, ReduceScatter, Scatter, TPGroup
+from zeropipe.engine.stages.adapters import is_adapter_layer
 from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import ConfigError
 
@@ -65,8 +66,11 @@ class ParameterShards:
         return size % self.group.size == 0
 
 
-def shard_linear(name: str, module: Any, dimension: int, shards: ParameterShards) -> None:
-    """Shard the outputs (dimension 0) or inputs (1) of a linear layer; the bias of the latter is added once."""
+def shard_linear(name: str, module: Any, dimension: int, shards: ParameterShards) -> list[str]:
+    """Shard the outputs (dimension 0) or inputs (1) of a linear layer; the bias of the latter is added once.
+
+    Returns the names of parameters with partial gradients.
+    """
     defer(module)  # a deferred layer computes with local shards, also where backward is not split
     if not isinstance(module, nn.Linear) or not isinstance(module, Deferred):
         raise ConfigError(f"{name} is a {type(module).__name__}: only plain linear layers can be sharded over tp")
@@ -78,13 +82,17 @@ def shard_linear(name: str, module: Any, dimension: int, shards: ParameterShards
     shards.shard(module, "weight", name, dimension)
     if dimension == 1:
         module.adds_bias = shards.group.rank == 0
-    elif module.bias is not None:
+        return ["bias"] if module.bias is not None else []
+    if module.bias is not None:
         shards.shard(module, "bias", name, 0)
+    return []
 
 
 def shard_experts(name: str, module: Any, shards: ParameterShards) -> None:
     """Keep some of a stack of experts, each unsharded, so that their weights are contiguous shards."""
     group = shards.group
+    if is_adapter_layer(module):
+        raise ConfigError(f"an adapter on {name}: such experts cannot be sharded over tp; leave them out of it")
     if not keep_local_experts(module, group.rank, group.size):
         raise ConfigError(f"{name} is a {type(module).__name__}, whose experts cannot be sharded over tp; leave out tp")
     require_divisor(name, module, shards, "tp")

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from zeropipe.engine.mesh.sequence_parallel import shard_sequences
+from zeropipe.engine.mesh.tp_adapters import shard_adapted_linear
 from zeropipe.engine.mesh.tp_layers import (
     ParameterShards,
     create_copy_last_hook,
@@ -23,6 +24,7 @@ from zeropipe.engine.mesh.tp_layers import (
     shard_linear,
 )
 from zeropipe.engine.mesh.vocab_parallel import create_logits_hook
+from zeropipe.engine.stages.adapters import layer_of
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.errors import ConfigError
 
@@ -64,21 +66,19 @@ def _shard_layer(stage: Any, name: str, full_name: str, style: str, shards: Para
     """Shard one module; returns its parameters with partial gradients."""
     module, hooks = stage.get_submodule(name), create_hooks(shards.group)
     if style == SUMMED:
-        return [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
+        return [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
     if style == EXPERTS:
         shard_experts(full_name, module, shards)
     elif style == LATENT:
         size = stage.full_config.get_text_config().qk_rope_head_dim
         module.register_forward_hook(create_copy_last_hook(shards.group, size))
-    elif style in COLWISE:
-        shard_linear(full_name, module, 0, shards)
+    elif style in COLWISE or style in ROWWISE:
         if style == "colwise_gather_output":
             module.register_forward_hook(hooks.gather_features)
-    elif style in ROWWISE:
-        shard_linear(full_name, module, 1, shards)
-        if style == "rowwise_split_input":
+        elif style == "rowwise_split_input":
             module.register_forward_pre_hook(hooks.scatter_features, with_kwargs=True)
-        return [f"{name}.bias"] if module.bias is not None else []
+        summed = shard_adapted_linear(full_name, module, 0 if style in COLWISE else 1, shards)
+        return [f"{name}.{parameter}" for parameter in summed]
     return []
 
 
@@ -86,13 +86,13 @@ def find_styles(stage: Any, plan: Mapping[str, str]) -> Styles:
     """The modules of a stage that a plan shards."""
     found = {}
     for name, full_name in sorted(stage.full_names().items()):
-        style, parameter_style = _find_style(parent_name(full_name), plan), _find_style(full_name, plan)
+        style, parameter_style = _find_style(layer_of(full_name), plan), _find_style(full_name, plan)
         if parameter_style is not None and style != EXPERTS:
             raise ConfigError(
                 f"the plan shards {full_name} by {parameter_style!r}: only linear layers and experts can be sharded"
             )
         if style is not None and style not in REPLICATED:
-            found[parent_name(name)] = (parent_name(full_name), style)
+            found[layer_of(name)] = (layer_of(full_name), style)
     return found
 
 
@@ -112,7 +112,7 @@ def _is_fully_sharded(stage: Any, parent: str, styles: Styles) -> bool:
     module = stage.get_submodule(parent)
     if any(module is block for block in getattr(stage, "blocks", ())) or module is getattr(stage, "lm", None):
         return False
-    owners = {f"{parent}.{parent_name(name)}".rstrip(".") for name, _ in module.named_parameters()}
+    owners = {layer_of(f"{parent}.{name}") for name, _ in module.named_parameters()}
     return all(styles.get(owner, ("", ""))[1] in ("colwise", "rowwise", SUMMED) for owner in owners)
 
 

@@ -35,6 +35,7 @@ _UNSUPPORTED_FIELDS = (
 )  # fmt: skip
 _ADAPTER_TENSORS = re.compile(r"\.(lora_(embedding_)?[AB]|lora_magnitude_vector|modules_to_save)\.")
 _BASE_LAYER = re.compile(r"\.(base_layer|original_module)(?=\.)")
+_ADAPTER_PARTS = re.compile(r"\.(base_layer|original_module|(lora_[AB]|modules_to_save)\.[^.]+)(?=\.)")
 
 
 def is_adapter_name(name: str) -> bool:
@@ -45,6 +46,11 @@ def is_adapter_name(name: str) -> bool:
 def strip_adapter(name: str) -> str:
     """The name of a tensor before its layer got an adapter."""
     return _BASE_LAYER.sub("", name)
+
+
+def layer_of(name: str) -> str:
+    """The name of a layer, of the name of a parameter in it or in its adapter."""
+    return _ADAPTER_PARTS.sub("", name).rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -250,12 +256,13 @@ def find_adapter_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The adapter layers of a model, by the names of the modules inside; of nested ones the outermost."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if _is_adapter_layer(module) and not any(name.startswith(f"{outer}.") for outer in found):
+        if is_adapter_layer(module) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return found
 
 
-def _is_adapter_layer(module: nn.Module) -> bool:
+def is_adapter_layer(module: nn.Module) -> bool:
+    """Whether a module wraps another one, to which it adds an adapter, or of which it trains a copy."""
     return hasattr(module, "lora_A") or (hasattr(module, "modules_to_save") and hasattr(module, "original_module"))
 
 

@@ -92,12 +92,13 @@ def _check_mesh(config: RunConfig) -> Iterator[str]:
             yield "engine.shards='regather' is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"
     if reason := refuse_ep(mesh.sizes):
         yield f"mesh.{reason}"
-    if mesh.ep > 1 and config.lora is not None:
-        yield f"mesh.ep={mesh.ep}: experts of a model with an adapter (lora) cannot be divided; leave out one of them"
     if mesh.ep > 1 and mesh.ep == mesh.dp_shard and engine.offload:
         yield f"engine.offload=true with mesh.ep={mesh.ep}=mesh.dp_shard: experts are not sharded; use less mesh.ep"
-    if config.lora is not None and mesh.tp > 1:
-        yield f"mesh.tp={mesh.tp}: adapters (lora) cannot be sharded over tp; use dp_shard, or leave out lora"
+    if config.lora is not None and config.lora.dropout and mesh.tp > 1:
+        yield (
+            f"lora.dropout={config.lora.dropout:g} with mesh.tp={mesh.tp}: processes of tp would draw different random "
+            "numbers for the same tokens; leave out one of them"
+        )
 
 
 def check_batch(config: RunConfig) -> Iterator[str]:
