@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from zeropipe.engine.run.torchrun import join_torchrun
     from zeropipe.engine.stages.build import hf_model, hf_stages, module_stages
     from zeropipe.engine.stages.save import save_stages
+    from zeropipe.engine.step.expert_load import ExpertLoad, ExpertLoads
     from zeropipe.engine.step.losses import CausalLMLoss, LogProbabilities, StepResult
 
 # name -> module, imported when first used: plans need no torch
@@ -55,7 +56,8 @@ _MODULE_OF = {
     "hf_model": "engine.stages.build", "hf_stages": "engine.stages.build", "module_stages": "engine.stages.build",
     "save_stages": "engine.stages.save",
     "CausalLMLoss": "engine.step.losses", "StepResult": "engine.step.losses",
-    "LogProbabilities": "engine.step.losses",
+    "LogProbabilities": "engine.step.losses", "ExpertLoad": "engine.step.expert_load",
+    "ExpertLoads": "engine.step.expert_load",
 }  # fmt: skip
 __all__ = sorted(_MODULE_OF)
 

@@ -80,6 +80,12 @@ def find_divided(module: nn.Module) -> list[Any]:
     return [child for child in module.modules() if getattr(child, "exchange", None) is not None]
 
 
+def find_routed(module: nn.Module) -> dict[str, Any]:
+    """The stacks of transformers' experts that take each token's experts and weights, deferred or not, by name."""
+    children = module.named_modules()
+    return {name: m for name, m in children if is_routed_stack(m) or (_stack_names(m) and not _is_dense(type(m)))}
+
+
 def is_routed_stack(module: nn.Module) -> bool:
     """Whether this is a stack of transformers' experts, deferred, that takes each token's experts and weights."""
     return hasattr(type(module), "exchange") and not _is_dense(type(module))

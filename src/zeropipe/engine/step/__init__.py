@@ -10,6 +10,7 @@ dynamic           dynamic W: pending weight gradients run while a rank waits
 in_place          tensors that a stage modifies in place
 losses            losses by microbatch, and the result of a step
 sums              sums of gradients over copies, ties and replicas
+expert_load       the rows of each expert in a step, and the bias that balances them
 equal             comparison of values that must be equal on several ranks
 watchers          labels for torch.profiler, the check for NaN
 recorder          the recorded Timeline

@@ -146,6 +146,11 @@ def in_transform() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, which recomputes what was checkpointed."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def is_profiling() -> bool:
     """Whether torch.profiler runs."""
     return torch.autograd.profiler._is_profiler_enabled

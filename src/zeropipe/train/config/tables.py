@@ -59,6 +59,16 @@ class LoraTable(Table):
     adapter: str | None = Field(default=None, description="Directory of a saved adapter to continue training.")
 
 
+class ExpertsTable(Table):
+    """Training of a mixture of experts."""
+
+    balance_rate: NonNegative = Field(
+        default=0.0,
+        description="After each step, add this to the router bias of experts with fewer tokens than the mean, and "
+        "subtract it from that of the others: balances models like DeepSeek-V3, which use 0.001. 0: biases stay.",
+    )
+
+
 class MeshTable(Table):
     """Sizes of the mesh dimensions. Their product, without `ep`, is the number of processes."""
 
@@ -270,6 +280,7 @@ class RunConfig(Table):
     model: ModelTable
     lora: LoraTable | None = None
     mesh: MeshTable = MeshTable()
+    experts: ExpertsTable = ExpertsTable()
     schedule: ScheduleTable = ScheduleTable()
     engine: EngineTable = EngineTable()
     data: DataTable = DataTable()

@@ -17,6 +17,7 @@ import torch
 from zeropipe.core.files import write_whole
 from zeropipe.core.model.operators import ENDS
 from zeropipe.core.units import size_text
+from zeropipe.engine.step.expert_load import ExpertLoad
 from zeropipe.errors import MissingExtra, ZeropipeError, first_line
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.gpus import GPUS
@@ -213,6 +214,22 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def summarize_loads(loads: Mapping[str, ExpertLoad]) -> dict[str, Any]:
+    """The load of experts for a line of metrics.jsonl: of every layer, and of the worst and the mean layer."""
+    if not loads:
+        return {}
+    layers = {
+        name: {"max_over_mean": load.max_over_mean, "busiest": load.busiest, "entropy": load.entropy}
+        for name, load in loads.items()
+    }
+    return {
+        "expert_max_over_mean": max(load.max_over_mean for load in loads.values()),
+        "expert_busiest": max(load.busiest for load in loads.values()),
+        "expert_entropy": sum(load.entropy for load in loads.values()) / len(loads),
+        "experts": layers,
+    }
 
 
 class Utilization:

@@ -15,6 +15,7 @@ from torch import Tensor
 from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import count_text
 from zeropipe.engine.engine import Engine
+from zeropipe.engine.step.expert_load import ExpertLoad, ExpertLoads
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import EngineError
 from zeropipe.train.config.tables import RunConfig
@@ -38,6 +39,7 @@ class StepRecord:
     samples: str  # checksum of the indices of its samples
     seconds: float
     timeline: Timeline | None
+    loads: dict[str, ExpertLoad]  # of experts, by layer
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Stepper:
         self._config, self._engine, self._optimizer, self._data = config, engine, optimizer, data
         self._position, self._progress, self._num_steps = position, progress, num_steps
         self._loss_fn = CausalLMLoss()
+        self._loads = ExpertLoads(engine, config.experts.balance_rate)
         self._first = progress.step
 
     def step(self) -> StepRecord:
@@ -85,12 +88,15 @@ class Stepper:
         set_rate(self._optimizer, rate)
         self._seed_dropout(step)
         engine.record = self._is_recorded(step)
+        self._loads.reset()
         result = engine.train_step(_move_to(self._position.device, batch.microbatches), self._loss_fn)
         clip = config.optimizer.clip
         norm = engine.clip_grad_norm(clip) if clip else engine.grad_norm()
         is_skipped = not (isfinite(result.loss) and isfinite(norm))  # the same on all ranks, as both numbers are
+        loads = self._loads.take()
         if not is_skipped:
             self._optimizer.step()
+            self._loads.balance(loads)
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - started_at  # gathering the timeline is not part of the step
         timeline = engine.timeline() if engine.record else None
@@ -101,7 +107,7 @@ class Stepper:
         return StepRecord(
             step + 1, result.loss, norm, rate, is_skipped, batch.num_tokens, batch.num_processed,
             batch.num_positions, batch.epoch,
-            f"{zlib.crc32(repr(tuple(batch.samples)).encode()):08x}", seconds, timeline,
+            f"{zlib.crc32(repr(tuple(batch.samples)).encode()):08x}", seconds, timeline, loads,
         )  # fmt: skip
 
     def require_finite(self) -> None:

@@ -24,7 +24,7 @@ from zeropipe.train.loop.changes import dump_fields
 from zeropipe.train.loop.checkpoints import CheckpointFolder, resume
 from zeropipe.train.loop.data_barrier import prepare_data
 from zeropipe.train.loop.export import export
-from zeropipe.train.loop.metrics import MetricsLog, Utilization, log, peak_memory
+from zeropipe.train.loop.metrics import MetricsLog, Utilization, log, peak_memory, summarize_loads
 from zeropipe.train.loop.optimizer import make_optimizer, reset_groups
 from zeropipe.train.loop.setup import (
     RankPosition,
@@ -221,6 +221,7 @@ class Trainer:
         values |= {} if mfu is None else {"mfu": mfu}
         if record.timeline is not None:
             values |= {"idle_fraction": record.timeline.idle_fraction, "bubble": record.timeline.bubble}
+        values |= summarize_loads(record.loads)
         return values | ({"skipped_now": True} if record.is_skipped else {})
 
 

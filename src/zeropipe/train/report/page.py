@@ -123,6 +123,7 @@ def _blocks(
         *_loss_chart(metrics),
         _time_chart(rows),
         _table(rows, prediction, config),
+        *_experts(metrics),
     ]
 
 
@@ -183,6 +184,24 @@ def _table(rows: Sequence[Drift], prediction: Prediction, config: RunConfig) -> 
     if config.engine.device == "cpu" and config.mesh.num_processes > cores:
         remark += f" {config.mesh.num_processes} processes share {cores} cores, so they also wait for cores."
     return Table("Measured and predicted", head, _table_rows(rows), remark)
+
+
+def _experts(metrics: Metrics) -> list[Block]:
+    """The load of experts over time, and that of each layer in the last step."""
+    lines = [line for line in metrics if isinstance(line.get("experts"), dict)]
+    if not lines:
+        return []
+    chart = Chart(
+        "Load of experts", "step",
+        (Line("busiest expert / mean, worst layer", _points(metrics, "expert_max_over_mean"), "red"),), from_zero=True,
+    )  # fmt: skip
+    rows = tuple(
+        Row((name, f"{load['max_over_mean']:.2f}", percent(load["busiest"]), f"{load['entropy']:.3f}"))
+        for name, load in lines[-1]["experts"].items()
+    )
+    head = ("layer", "busiest / mean", "share of the busiest", "entropy")
+    remark = "Tokens by expert, over all pipelines. Entropy: 1 if all experts get equally many. No token is dropped."
+    return [chart, Table(f"Experts in step {lines[-1]['step']}", head, rows, remark)]
 
 
 def _table_rows(rows: Sequence[Drift]) -> tuple[Row, ...]:

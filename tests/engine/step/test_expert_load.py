@@ -1,0 +1,54 @@
+"""The rows of experts in a step, and biases that balance them: equal to one process."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import expert_load_cases as cases
+from engine_helpers import TOLERANCE, largest, ranks
+from full_marker import mark_rest_full
+
+import zeropipe as zp
+from zeropipe.engine import ExpertLoad
+
+ONE = zp.build("1f1b", ranks=1, microbatches=2)
+CASES = [
+    ("zbv", {"pp": 2, "dp_shard": 2}, 2, "deepseek_v3", {"ac": "full"}),
+    ("1f1b", {"dp_replicate": 2}, 1, "deepseek_v3", {"compile": True, "ac": "selective:op", "direct_gradients": True}),
+    *product(
+        ("1f1b", "dualpipe", "dualpipev"), ({"pp": 2, "dp_replicate": 2},), (1, 2), ("deepseek_v3", "glm4_moe"),
+        ({}, {"ac": "selective:op"}),
+    ),
+    *product(("1f1b",), ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}), (1, 2), ("glm4_moe",), ({},)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, sizes, ep, kind, options", mark_rest_full(CASES, lambda it: it == CASES[0]), ids=str)
+def test_counts_and_biases_equal_one_process(name, sizes, ep, kind, options):
+    schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=4)
+    seen = largest(ranks(math.prod(sizes.values())).run(cases.train_balanced, schedule, sizes, ep, kind, options))
+    assert seen.pop("changed") > 0
+    assert seen.pop("rows") == 0
+    assert seen.pop("bias") == 0
+    assert max(seen.values()) < TOLERANCE, seen
+
+
+def test_models_without_such_biases_are_refused():
+    (said,) = ranks(1).run(cases.without_bias, ONE)
+    assert said.startswith("lm.model.layers.0.mlp.experts has no router with a bias (e_score_correction_bias)")
+    ((said, loads),) = ranks(1).run(cases.without_experts, ONE)
+    assert said == "rate=0.05 balances experts: the model has none with transformers' common interface"
+    assert loads == {}
+
+
+def test_numbers_of_a_load():
+    even, one = ExpertLoad((5, 5, 5, 5)), ExpertLoad((0, 8, 0, 0))
+    assert (even.max_over_mean, even.busiest, even.entropy) == (1.0, 0.25, pytest.approx(1.0))
+    assert (one.max_over_mean, one.busiest, one.entropy) == (4.0, 1.0, 0.0)
+    assert ExpertLoad((1, 1, 2, 0)).entropy == pytest.approx(0.75)  # 1.5 bits of 2
+    assert ExpertLoad((0, 0)).max_over_mean == 0
