@@ -49,9 +49,26 @@ def expert_linear(module: Any, index: int, x: Tensor, offsets: Tensor | None) ->
     weight, transposed = to_local(getattr(module, name)), getattr(module, "is_transposed", True)
     if not torch.is_grad_enabled():
         return grouped_linear(x, weight, offsets, transposed)
-    if torch.compiler.is_compiling() and weight.requires_grad and not module.has_hooks:
+    if not weight.requires_grad:
+        return _FrozenGroupedLinear.apply(weight, offsets, x, transposed)
+    if torch.compiler.is_compiling() and not module.has_hooks:
         return CompiledGroupedLinear.apply(x, weight, offsets, module.slots[index], use_number(), transposed)
     return _GroupedLinear.apply(x, weight, offsets, transposed, module, name)
+
+
+class _FrozenGroupedLinear(torch.autograd.Function):
+    """`grouped_linear` with weights that are not trained: x is not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, offsets: Tensor | None, x: Tensor, transposed: bool) -> Tensor:
+        save(ctx, weight, *([] if offsets is None else [offsets]))
+        ctx.transposed = transposed
+        return grouped_linear(x, weight, offsets, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, Tensor, None]:
+        weight, *offsets = saved(ctx)
+        return None, None, grouped_linear(dy, weight, next(iter(offsets), None), not ctx.transposed), None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -69,10 +86,9 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         x, weight, *offsets = saved(ctx)
-        offsets, dw = next(iter(offsets), None), None
-        if ctx.needs_input_grad[1]:
-            product = Product(ctx.parameter, x, dy, ctx.transposed, offsets)
-            dw = product.compute() if ctx.has_hooks else store_or_return(product, ctx, 1)
+        offsets = next(iter(offsets), None)
+        product = Product(ctx.parameter, x, dy, ctx.transposed, offsets)
+        dw = product.compute() if ctx.has_hooks else store_or_return(product, ctx, 1)
         weight = weight.to(dy.dtype)
         dx = grouped_mm(dy, weight.transpose(1, 2) if ctx.transposed else weight, offsets)
         return dx, dw, None, None, None, None
