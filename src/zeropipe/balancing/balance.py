@@ -19,7 +19,7 @@ from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.core.units import size_text
 from zeropipe.errors import ConfigError, short
-from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
+from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting, Shards
 
 MAX_PAIRS = 3e9  # pairs of stages that an exact cut may try: about ten seconds
 
@@ -151,11 +151,11 @@ def balance_task(
     shards: int = 1,
 ) -> BalanceTask:
     """The numbers of a balancing problem; `in_flight` is what `peak_in_flight` finds in a schedule."""
-    chosen = setting or costs.settings[0]
+    chosen = costs.price_exchanges(setting or costs.settings[0])
     layers = costs.layer_list(chosen, ac)
 
     def weigh(layer: LayerCost) -> float:
-        return costs.state.with_full_weights(shards, layer.num_trained, layer.num_frozen)
+        return costs.state.resident(layer.held, Shards.of(shards, chosen.ep))
 
     ends = [[chosen.kinds[kind] for kind in part] for part in (costs.before, costs.after, costs.each)]
     table, pairs = rank_table(placement, problem.num_ranks)

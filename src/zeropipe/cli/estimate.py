@@ -27,6 +27,8 @@ DEFAULT_SEQUENCE, DEFAULT_DTYPE = 4096, "bfloat16"
 @opt.microbatch
 @opt.ac
 @opt.tp
+@opt.ep
+@opt.imbalance
 @opt.sequence_parallel
 @opt.compile
 @opt.efficiency
@@ -56,7 +58,8 @@ def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **v
         model, gpu=values["gpu"], compile=values["compile"], efficiency=parse_efficiency(values["efficiency"]),
         sequence=values["sequence"] or DEFAULT_SEQUENCE, dtype=values["dtype"] or DEFAULT_DTYPE,
         microbatch_size=values["microbatch"] or (1,), tp=values["tp"] or (1,),
-        ac=(values["ac"] or "none").split(","), lora=values["lora"],
+        ac=(values["ac"] or "none").split(","), lora=values["lora"], ep=values["ep"] or (1,),
+        imbalance=values["imbalance"],
         sequence_parallel=_parallel_values(values["sequence_parallel"], values["tp"] or (1,)),
     )  # fmt: skip
     print_compile_note()

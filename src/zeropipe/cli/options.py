@@ -102,6 +102,14 @@ lora = option(
     "--lora", type=POSITIVE, metavar="RANK", field="lora.rank",
     help="Train LoRA adapters of this rank on all linear layers, and freeze the model.",
 )  # fmt: skip
+ep = option(
+    "--ep", type=INTEGERS, field="mesh.ep",
+    help="GPUs that experts are divided over; estimate and plan take several like 1,8.",
+)  # fmt: skip
+imbalance = option(
+    "--imbalance", type=float, default=1.0, show_default=True,
+    help="With ep: rows of experts of the GPU that has most, over the mean.",
+)  # fmt: skip
 device = option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, field="engine.device",
     help="Device to run on; auto is a GPU if there is one.",

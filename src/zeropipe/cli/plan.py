@@ -44,6 +44,8 @@ _ESTIMATE_ONLY = ("gpu", "sequence", "dtype", "compile", "efficiency")
 @opt.lora
 @opt.ranks
 @opt.tp
+@opt.ep
+@opt.imbalance
 @opt.sequence_parallel
 @opt.microbatch
 @opt.ac
@@ -117,8 +119,8 @@ def _refuse(made: Plan, as_json: bool) -> None:
 def _plan_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `zp.plan`."""
     names = (
-        "gpus", "gpus_per_node", "memory", "reserve", "batch", "gpu", "compile", "lora", "tp", "search_seconds",
-        "search_steps", "sequence_parallel", "workers",
+        "gpus", "gpus_per_node", "memory", "reserve", "batch", "gpu", "compile", "lora", "tp", "ep", "search_seconds",
+        "search_steps", "sequence_parallel", "workers", "imbalance",
     )  # fmt: skip
     return {
         **{name: values[name] for name in names},

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from zeropipe.planning.layouts import Layout
     from zeropipe.planning.result import Plan
     from zeropipe.planning.rows import PlanRow
 
 NUM_MISFITS = 3
+EXPOSED = ", ep: experts divided; exposed: exchanges that no computation hides"
 _FLAGS = {"pp": "--ranks", "microbatch_sizes": "--microbatch"}  # of arguments of zp.plan; others have their own names
 
 
@@ -28,10 +30,11 @@ def print_plan(made: Plan, num_rows: int) -> None:
     cells = {
         f"{n + 1}{'*' if id(row) in front else ''}": _cells(made, row) for n, row in enumerate(made.rows[:num_rows])
     }
-    console.print(_create_table(cells, console))
+    exposed = [_exposed_text(row) for row in made.rows[:num_rows]]
+    console.print(_create_table(cells, console, exposed if any(exposed) else None))
     console.print(
-        "mesh: pp x dp_shard x tp, sp: sequence parallelism; *: no other is both faster and smaller; gap: to the lower "
-        "bound of the pipeline",
+        f"mesh: pp x dp_shard x tp, sp: sequence parallelism{EXPOSED if any(exposed) else ''}; *: no other is both "
+        "faster and smaller; gap: to the lower bound of the pipeline",
         style="dim", soft_wrap=True,
     )  # fmt: skip
     console.print(f"1: layers {format_counts(best.counts)} ({best.candidate.cut})", soft_wrap=True)
@@ -87,14 +90,14 @@ def _print_untried(made: Plan, console: Console) -> None:
         console.print(f"not tried: {names}: {READ_ON}", style="dim", markup=False, soft_wrap=True)
 
 
-def _create_table(cells: dict[str, list[str]], console: Console) -> Table:
-    """One line per row; two on a terminal that is too narrow for that."""
+def _create_table(cells: dict[str, list[str]], console: Console, exposed: list[str] | None = None) -> Table:
+    """One line per row; two on a terminal that is too narrow for that, without the column `exposed`."""
     wide = output.create_table(
         "", "mesh", "schedule", "micro-\nbatches", "ac", "step", "tok/s\n/GPU", "MFU", "idle", "peak\nmemory", "gap",
-        left=("mesh", "schedule", "ac"),
+        *(["ex-\nposed"] if exposed else []), left=("mesh", "schedule", "ac"),
     )  # fmt: skip
-    for name, row in cells.items():
-        wide.add_row(name, *row)
+    for n, (name, row) in enumerate(cells.items()):
+        wide.add_row(name, *row, *([exposed[n]] if exposed else []))
     if output.fits_width(wide, console):
         return wide
     left = ("mesh\nmicrobatches", "schedule\nac")
@@ -107,13 +110,22 @@ def _create_table(cells: dict[str, list[str]], console: Console) -> Table:
 
 def _cells(made: Plan, row: PlanRow) -> list[str]:
     candidate, mfu = row.candidate, made.mfu(row)
-    layout = candidate.layout
     return [
-        f"{layout.pp}x{layout.dp_shard}x{layout.tp}{' sp' * layout.sequence_parallel}", candidate.title,
+        _mesh_text(candidate.layout), candidate.title,
         f"{candidate.num_microbatches}x{candidate.microbatch_size}", candidate.ac, output.time_text(row.step, "s"),
         f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.idle_fraction),
         gigabytes(row.memory.peak), "" if row.gap is None else f"{row.gap:.1%}",
     ]  # fmt: skip
+
+
+def _mesh_text(layout: Layout) -> str:
+    ep = f" ep{layout.ep}" if layout.ep > 1 else ""
+    return f"{layout.pp}x{layout.dp_shard}x{layout.tp}{' sp' * layout.sequence_parallel}{ep}"
+
+
+def _exposed_text(row: PlanRow) -> str:
+    """The part of a step in which ranks exchange rows of experts and do not compute."""
+    return output.percent(row.seconds.exchange / row.step) if row.candidate.layout.ep > 1 else ""
 
 
 def _memory_text(row: PlanRow) -> str:

@@ -57,6 +57,12 @@ class CountedModel:
             return False
         return True
 
+    def allows_ep(self, ep: int) -> bool:
+        return ep == 1
+
+    def exchanged_bytes(self, kind: str, sizes: Sizes) -> float:
+        return 0.0
+
     def num_parameters(self) -> tuple[int, int]:
         found = next((count for sizes, count in self._cache.items() if sizes.tp == 1), None) or self._count(_SMALL)
         return count_parameters(found.layers, found.kinds, found.tied)

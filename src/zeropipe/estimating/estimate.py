@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from zeropipe.core.model.checkpointing import Checkpointing
@@ -32,13 +33,16 @@ def estimate(
     compile: bool = True,
     efficiency: dict[str, Any] | None = None,
     lora: int | None = None,
+    ep: int | Sequence[int] = 1,
+    imbalance: float = 1.0,
 ) -> LayerCosts:
     """Estimate the costs of a model's layers from their shapes. `zeropipe profile` measures them.
 
     `model` is a known name (`zeropipe estimate --known`), a directory with config.json, a config file or a config as
     plain data. With `lora` the model is frozen, and adapters of that rank are trained. With several microbatch sizes,
     modes or sizes of `tp` the result has a setting for each combination. `sequence_parallel` is for those with a `tp`
-    above 1; with (False, True) they are there twice, where it is allowed.
+    above 1; with (False, True) they are there twice, where it is allowed. `ep` divides experts over so many GPUs, for
+    settings with a `tp` of 1; `imbalance` is the load of the GPU with most rows over the mean.
     """
     opened, machine = open_model(model), find_gpu(gpu, efficiency)
     dtype = DTYPE_NAMES.get(str(dtype), dtype)
@@ -50,9 +54,15 @@ def estimate(
         raise ConfigError(f"compile={short(compile)}: must be True or False")
     if lora is not None:
         _require_adapters(opened, lora, tp_sizes)
+    ep_sizes = _list_integers("ep", ep)
+    _require_experts(opened, ep_sizes, tp_sizes, imbalance, lora)
     settings = [
-        _estimate_setting(opened, Pricing(machine, dtype, compile, num_shards), mode, size, sequence, is_parallel, lora)
+        _estimate_setting(
+            opened, Pricing(machine, dtype, compile, num_shards), mode,
+            Sizes(size * sequence, sequence, DTYPES[dtype], num_shards, is_parallel, num_experts, imbalance), lora,
+        )
         for num_shards, is_parallel in _list_shardings(opened, tp_sizes, sequence_parallel, sequence)
+        for num_experts in ep_sizes if num_experts == 1 or num_shards == 1
         for size in sizes for mode in _list_modes(ac)
     ]  # fmt: skip
     state = BF16_STATE if DTYPES[dtype] == 2 and lora is None else ParameterBytes(4, 4, 8, 4)
@@ -98,10 +108,28 @@ def _require_adapters(model: ShapedModel | CountedModel, rank: int, tp_sizes: li
         )
 
 
-def _estimate_setting(
-    model: Model, pricing: Pricing, mode: str, size: int, sequence: int, sequence_parallel: bool, lora: int | None
-) -> Setting:
-    sizes = Sizes(size * sequence, sequence, DTYPES[pricing.dtype], pricing.tp, sequence_parallel)
+def _require_experts(
+    model: ShapedModel | CountedModel, ep_sizes: list[int], tp_sizes: list[int], imbalance: float, lora: int | None
+) -> None:
+    """ConfigError for sizes of `ep`, or a model, that divided experts are not estimated for."""
+    if isinstance(imbalance, bool) or not isinstance(imbalance, (int, float)) or not 1 <= imbalance < inf:
+        raise ConfigError(f"imbalance={short(imbalance)}: must be a number from 1, like 1.2")
+    if max(ep_sizes) == 1:
+        return
+    if isinstance(model, CountedModel):
+        raise ConfigError(f"ep={max(ep_sizes)}: {model.reason} are counted, without divided experts; leave out ep")
+    if 1 not in tp_sizes:
+        raise ConfigError(f"ep={max(ep_sizes)}: is estimated with tp=1 only; leave out tp")
+    if lora is not None:
+        raise ConfigError(f"ep={max(ep_sizes)}: experts of a model with an adapter (lora) cannot be divided")
+    experts = model.shape.experts
+    for ep in ep_sizes:
+        if not model.allows_ep(ep):
+            has = "no experts" if experts is None else f"{experts.number} experts: ep must divide them"
+            raise ConfigError(f"ep={ep}: {model.name} has {has}")
+
+
+def _estimate_setting(model: Model, pricing: Pricing, mode: str, sizes: Sizes, lora: int | None) -> Setting:
     message, checkpointing = model.message_bytes(sizes), Checkpointing.parse(mode)
     kinds = model.layer_operators(sizes)
     if lora is not None:
@@ -110,10 +138,15 @@ def _estimate_setting(
             for name, ops in kinds.items()
         }
     costs = {
-        name: price_layer(ops, pricing, message, checkpointing, is_block=name in model.layers)
+        name: price_layer(
+            ops, pricing, message, checkpointing, is_block=name in model.layers,
+            exchanged=model.exchanged_bytes(name, sizes),
+        )
         for name, ops in kinds.items()
-    }
-    return Setting(costs, mode, size, pricing.tp, pricing.compile, sequence_parallel)
+    }  # fmt: skip
+    return Setting(
+        costs, mode, sizes.tokens // sizes.sequence, pricing.tp, pricing.compile, sizes.sequence_parallel, sizes.ep
+    )
 
 
 def _list_shardings(

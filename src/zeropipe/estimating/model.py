@@ -10,7 +10,15 @@ from typing import Any, Protocol
 from zeropipe.core.model.operators import Op
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.counted import CountedModel
-from zeropipe.estimating.operators import Sizes, count_parameters, decoder_layer, embedding, head, loss
+from zeropipe.estimating.operators import (
+    Sizes,
+    count_parameters,
+    decoder_layer,
+    embedding,
+    exchanged_bytes,
+    head,
+    loss,
+)
 from zeropipe.estimating.shapes import Layer, Shape, UnknownShape, read_config, read_shape
 
 
@@ -42,6 +50,14 @@ class Model(Protocol):
 
     def allows_sequence_parallel(self, tp: int) -> bool:
         """Whether sequences can be sharded over `tp` GPUs too."""
+        ...
+
+    def allows_ep(self, ep: int) -> bool:
+        """Whether experts can be divided over `ep` GPUs, and the estimate knows them."""
+        ...
+
+    def exchanged_bytes(self, kind: str, sizes: Sizes) -> float:
+        """Bytes of the rows of an exchange of a layer of this kind; 0 without divided experts."""
         ...
 
     def num_parameters(self) -> tuple[int, int]:
@@ -107,6 +123,13 @@ class ShapedModel:
 
     def allows_sequence_parallel(self, tp: int) -> bool:
         return self.allows_tp(tp)
+
+    def allows_ep(self, ep: int) -> bool:
+        experts = self.shape.experts
+        return ep == 1 or (experts is not None and experts.number % ep == 0)
+
+    def exchanged_bytes(self, kind: str, sizes: Sizes) -> float:
+        return exchanged_bytes(self.shape, sizes) if sizes.ep > 1 and kind.startswith("experts") else 0.0
 
     def _sharded_sizes(self) -> dict[str, int]:
         """The sizes that `tp` must divide, by the names of the config's fields."""

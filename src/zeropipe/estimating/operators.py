@@ -24,6 +24,8 @@ class Sizes:
     element: int  # bytes of an element
     tp: int
     sequence_parallel: bool = False
+    ep: int = 1
+    imbalance: float = 1.0  # rows of the process that gets most over their mean, with ep
 
     @property
     def outside(self) -> Sizes:
@@ -231,22 +233,27 @@ def _mlp(shape: Shape, size: int, sizes: Sizes) -> list[Op]:
 def _experts(shape: Shape, sizes: Sizes) -> list[Op]:
     """A router, rows sorted by expert, gate, up and down of each expert, and the shared expert.
 
-    Experts are sharded over `tp`, one GPU each; every GPU allocates the rows of all.
+    Experts are sharded over `tp`, one GPU each; every GPU allocates the rows of all. Or they are divided over `ep`: a
+    GPU gets rows of all GPUs for its own experts, on average as many as it sends.
     """
     experts = shape.experts
     assert experts is not None
-    width, rows, copies = experts.intermediate, experts.num_active, experts.number // sizes.tp
+    width, rows, copies = experts.intermediate, experts.num_active, experts.number // (sizes.tp * sizes.ep)
     n, h = sizes.tokens * rows * width * sizes.element, sizes.tokens * rows * shape.hidden * sizes.element
     # a router is not an nn.Linear, so its weight gradient is computed in I
     router = linear("router", shape.hidden, experts.number, sizes, replicated=True)
     router = replace(router, deferred=False, back=2.0, stash=0.0)
     per_expert: Any = {"rows": rows, "copies": copies, "row_shards": sizes.tp}
     biases = experts.number if experts.scoring_bias else 0
-    ops = [
-        router, Op("choice", parameters=biases, moved=(2 * h, 2 * h)),
+    products = [
+        *([Op("regroup", moved=(4 * h, 4 * h), kept_op=h, gradient=2 * h)] if sizes.ep > 1 else []),
         _active(linear("gate_up", shape.hidden, 2 * width, sizes, **per_expert), experts),
         Op("act", kept=(3 * n, 2 * n), moved=(5 * n, 3 * n)),
         _active(linear("down", width, shape.hidden, sizes, **per_expert), experts),
+    ]
+    ops = [
+        router, Op("choice", parameters=biases, moved=(2 * h, 2 * h)),
+        *([_scale_rows(op, sizes.imbalance) for op in products] if sizes.ep > 1 else products),
         Op("weigh", kept=(h, h), kept_op=0.0, moved=(4 * h, 3 * h), summed=h / rows if sizes.tp > 1 else 0.0),
     ]  # fmt: skip
     if experts.shared is not None:
@@ -262,6 +269,21 @@ def _experts(shape: Shape, sizes: Sizes) -> list[Op]:
     return ops
 
 
+def _scale_rows(op: Op, factor: float) -> Op:
+    """An operator of routed rows, with so many times as many rows."""
+    return replace(
+        op, routed=True, flops=factor * op.flops, useful=op.flops if op.useful is None else op.useful,
+        kept=(factor * op.kept[0], factor * op.kept[1]), kept_op=factor * op.kept_op,
+        moved=(factor * op.moved[0], factor * op.moved[1]), stash=factor * op.stash, gradient=factor * op.gradient,
+    )  # fmt: skip
+
+
+def exchanged_bytes(shape: Shape, sizes: Sizes) -> float:
+    """Bytes of the rows that the GPU with most of them gets in an exchange: a row per token and active expert."""
+    assert shape.experts is not None
+    return sizes.imbalance * sizes.tokens * shape.experts.num_active * shape.hidden * sizes.element
+
+
 def _active(op: Op, experts: Experts) -> Op:
     """A product of all experts, of which some are active for a token."""
-    return replace(op, met=op.parameters * experts.num_active // experts.number)
+    return replace(op, met=op.parameters * experts.num_active // experts.number, divided=op.parameters)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.model.operators import Op
+from zeropipe.core.phases import LayerPhases, PhaseTimes
 from zeropipe.estimating.gpus import Gpu
 from zeropipe.sim.layer_costs import LayerCost
 
@@ -72,9 +73,13 @@ class Pricing:
 
 
 def price_layer(
-    ops: Sequence[Op], pricing: Pricing, message: float, checkpointing: Checkpointing, *, is_block: bool = True
-) -> LayerCost:
-    """The costs of a layer with these operators. Only decoder blocks are checkpointed, not the ends of the model."""
+    ops: Sequence[Op], pricing: Pricing, message: float, checkpointing: Checkpointing, *, is_block: bool = True,
+    exchanged: float = 0.0,
+) -> LayerCost:  # fmt: skip
+    """The costs of a layer with these operators. Only decoder blocks are checkpointed, not the ends of the model.
+
+    `exchanged` are the bytes of rows that a dispatch or combine moves, if experts are divided.
+    """
     forward = sum(map(pricing.f_seconds, ops))
     kept = sum(op.kept[pricing.compile] for op in ops)
     gradients = max((op.gradient for op in ops), default=0.0)
@@ -86,13 +91,39 @@ def price_layer(
     launch = max(pricing.launch_seconds(checkpointing), kernels) if is_block else 0.0
     backward = sum(map(pricing.i_seconds, ops))
     weights = sum(map(pricing.w_seconds, ops))
+    times = PhaseTimes(
+        max(forward, launch), max(backward + recompute, I_LAUNCH * launch),
+        max(weights, pricing.gpu.efficiency.launch if is_block and weights else 0.0),
+    )  # fmt: skip
     return LayerCost(
-        f=max(forward, launch), i=max(backward + recompute, I_LAUNCH * launch),
-        w=max(weights, pricing.gpu.efficiency.launch if is_block and weights else 0.0),
+        f=times.f, i=times.i, w=times.w,
         activation=held, stash=sum(op.stash for op in ops), workspace=recomputed + gradients,
         message=message if is_block else 0.0, parameters=sum(op.parameters for op in ops), trained=_count_trained(ops),
         flops=sum(map(_useful, ops)), frozen_flops=sum(_useful(op) for op in ops if op.trained == 0),
+        phases=_divide_phases(ops, pricing, checkpointing, times, exchanged) if exchanged else None,
+        experts=sum(op.divided for op in ops) if exchanged else 0,
     )  # fmt: skip
+
+
+def _divide_phases(
+    ops: Sequence[Op], pricing: Pricing, checkpointing: Checkpointing, times: PhaseTimes, exchanged: float
+) -> LayerPhases:
+    """The phases of a layer whose experts are divided: seconds, of dispatch and combine bytes.
+
+    What is neither routed nor exchanged is attention. With `full` I exchanges rows once more.
+    """
+    routed = [op for op in ops if op.routed]
+    forward = sum(map(pricing.f_seconds, routed))
+    recompute = {"none": 0.0, "full": forward - pricing.product_seconds(_last(routed))}.get(
+        checkpointing.mode, sum(pricing.f_seconds(op) for op in routed if not op.is_product)
+    )
+    own = PhaseTimes(
+        min(times.f, forward), min(times.i, sum(map(pricing.i_seconds, routed)) + recompute),
+        min(times.w, sum(map(pricing.w_seconds, routed))),
+    )  # fmt: skip
+    rest = PhaseTimes(*(total - part for total, part in zip(times, own)))
+    exchange = PhaseTimes(exchanged, exchanged * (2 if checkpointing.mode == "full" else 1))
+    return LayerPhases(attention=rest, dispatch=exchange, experts=own, combine=exchange)
 
 
 def _useful(op: Op) -> float:

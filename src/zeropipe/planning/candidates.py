@@ -12,6 +12,7 @@ from zeropipe.planning.context import PlanContext
 from zeropipe.planning.layouts import Layout, max_stages
 from zeropipe.planning.rows import Candidate, Run
 from zeropipe.schedules.registry import entries, find
+from zeropipe.sim.layer_costs import Held, LayerCost
 
 MAX_STAGES_PER_RANK = 4
 MAX_ACTIONS = 1_000_000  # of a schedule
@@ -90,16 +91,21 @@ def _lower_bounds(context: PlanContext, run: Run) -> tuple[float, float]:
     """Lower bounds of a run's seconds and bytes: all work, and weights and one microbatch, divided evenly by ranks."""
     costs, kinds, pp = context.costs, context.setting(run).kinds, run.layout.pp
     layers = [*context.decoder_layers(run), *(kinds[kind] for kind in (*costs.before, *costs.after))]
-    work, forward = sum(layer.f + layer.full_backward for layer in layers), sum(layer.f for layer in layers)
-    trained = sum(layer.num_trained for layer in layers)
-    frozen = sum(layer.num_frozen for layer in layers)
+    work, exchanging = (sum(map(time, layers)) for time in (_work, lambda layer: layer.exchanging))
+    work, forward = max(work - exchanging, exchanging), sum(layer.f for layer in layers)
+    held = Held.sum(layer.held for layer in layers)
     if costs.tied:
         shared = kinds[costs.before[0]]
-        trained -= min(shared.num_trained, trained)
-        frozen -= min(shared.num_frozen, frozen)
-    state, shards = costs.state, run.layout.dp_shard
-    needs = (state.with_full_weights(shards, trained, frozen) + sum(layer.activation for layer in layers)) / pp
+        held = held._replace(
+            trained=held.trained - min(shared.num_trained, held.trained),
+            frozen=held.frozen - min(shared.num_frozen, held.frozen),
+        )
+    needs = (costs.state.resident(held, run.layout.shards) + sum(layer.activation for layer in layers)) / pp
     return (run.num_microbatches * work + (pp - 1) * forward / pp) / pp, needs
+
+
+def _work(layer: LayerCost) -> float:
+    return layer.f + layer.full_backward
 
 
 def list_variants(names: Sequence[str] | None, has_overlap_costs: bool) -> list[Variant]:
@@ -127,17 +133,26 @@ def _parse_variants(name: str) -> list[Variant]:
     return [(entry.name, int(number))]
 
 
-def list_candidates(runs: Iterable[Run], variants: Sequence[Variant], num_layers: int) -> list[Candidate]:
+def list_candidates(
+    runs: Iterable[Run], variants: Sequence[Variant], num_layers: int, for_experts: Sequence[Variant] = ()
+) -> list[Candidate]:
     """Every run with every schedule that has no more stages than the layers allow, and every cut.
 
-    Without a pipeline all schedules are equal, so only one is a candidate.
+    Without a pipeline all schedules are equal, so only one is a candidate. Runs with divided experts also have the
+    schedules `for_experts`.
     """
     return [
         Candidate(run.layout, name, per_rank, run.num_microbatches, run.microbatch_size, run.ac, cut)
         for run in runs
-        for name, per_rank in (variants if run.layout.pp > 1 else [("1f1b", 1)])
+        for name, per_rank in _choose_variants(run.layout, variants, for_experts)
         for cut in _list_cuts(run.layout.pp * per_rank, num_layers)
     ]
+
+
+def _choose_variants(layout: Layout, variants: Sequence[Variant], for_experts: Sequence[Variant]) -> Sequence[Variant]:
+    if layout.pp == 1:
+        return [("1f1b", 1)]
+    return list(dict.fromkeys([*variants, *for_experts])) if layout.ep > 1 else variants
 
 
 def _list_cuts(num_stages: int, num_layers: int) -> Iterator[str]:

@@ -85,7 +85,7 @@ def _restrictions(task: PlanTask) -> dict[str, Any]:
         found["ac"] = ["full"]
     if task.microbatch_sizes is not None and 1 not in task.microbatch_sizes:
         found["microbatch_sizes"] = [1]
-    given = ("pp", "schedules") if task.lora is not None else ("pp", "tp", "schedules")
+    given = ("pp", "schedules") if task.lora is not None else ("pp", "tp", "ep", "schedules")
     return found | {name: None for name in given if getattr(task, name) is not None}
 
 
@@ -102,7 +102,8 @@ def _list_combined(task: PlanTask) -> list[dict[str, Any]]:
 def _describe(change: Mapping[str, Any], row: PlanRow) -> dict[str, Any]:
     """The change as arguments: an argument that was left out has the value of the row."""
     candidate = row.candidate
-    values = {"pp": candidate.layout.pp, "tp": candidate.layout.tp, "schedules": candidate.title}
+    layout = candidate.layout
+    values = {"pp": layout.pp, "tp": layout.tp, "ep": layout.ep, "schedules": candidate.title}
     given = {name: values[name] if value is None else value for name, value in change.items()}
     if "lora" in given:
         del given["tp"]  # the default with lora

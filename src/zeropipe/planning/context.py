@@ -29,11 +29,12 @@ class PlanContext:
         return cls(costs, gpus_per_node, memory_limit, _optimizer_bandwidth(costs))
 
     def setting(self, run: Candidate | Run) -> Setting:
-        """The setting of the layers; ConfigError if the costs do not have it."""
-        return self.costs.setting(
+        """The setting of the layers, with seconds of exchanges; ConfigError if the costs do not have it."""
+        found = self.costs.setting(
             ac=run.ac, microbatch_size=run.microbatch_size, tp=run.layout.tp,
-            sequence_parallel=run.layout.sequence_parallel,
+            sequence_parallel=run.layout.sequence_parallel, ep=run.layout.ep,
         )  # fmt: skip
+        return self.costs.price_exchanges(found, self.gpus_per_node)
 
     def decoder_layers(self, run: Candidate | Run) -> list[LayerCost]:
         """The costs of each decoder layer."""
@@ -49,7 +50,7 @@ class PlanContext:
             gather=candidate.shards if gathers and layout.dp_shard > 1 else None,
             shard_link=layout.shard_link(self.costs, self.gpus_per_node),
             node_size=layout.node_size(self.gpus_per_node),
-            memory_limit=self.memory_limit if isfinite(self.memory_limit) else None,
+            memory_limit=self.memory_limit if isfinite(self.memory_limit) else None, turns=candidate.turns,
         )  # fmt: skip
 
 

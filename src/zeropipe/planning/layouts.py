@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Link
-from zeropipe.sim.layer_costs import LayerCosts
+from zeropipe.sim.layer_costs import LayerCosts, Shards
 
 
 @dataclass(frozen=True, order=True)
@@ -19,9 +19,10 @@ class Layout:
     tp: int
     dp_replicate: int = 1  # plans do not use it; a training file may
     sequence_parallel: bool = False
+    ep: int = 1  # divides experts over dp_shard, or without it over dp_replicate
 
     def __str__(self) -> str:
-        text = f"pp{self.pp} x dp{self.dp_shard} x tp{self.tp}"
+        text = f"pp{self.pp} x dp{self.dp_shard} x tp{self.tp}" + (f" with ep{self.ep}" if self.ep > 1 else "")
         return f"{text} with sequence parallelism" if self.sequence_parallel else text
 
     @property
@@ -32,6 +33,11 @@ class Layout:
     def gpus_per_rank(self) -> int:
         """GPUs of one pipeline rank."""
         return self.dp_replicate * self.dp_shard * self.tp
+
+    @property
+    def shards(self) -> Shards:
+        """Processes over which parameters, and those of divided experts, are sharded."""
+        return Shards.of(self.dp_shard, self.ep)
 
     def is_within_node(self, group_size: int, gpus_per_node: int) -> bool:
         """Whether every group of `group_size` neighbouring GPUs is in one machine."""
@@ -55,6 +61,17 @@ class Layout:
 def max_stages(num_layers: int) -> int:
     """Every inner stage needs a layer; the first may have only the embedding, the last only the head."""
     return num_layers + 2
+
+
+def with_experts(layouts: Sequence[Layout], ep_sizes: Sequence[int], gpus_per_node: int) -> list[Layout]:
+    """The layouts with experts divided inside a machine, and over all of dp_shard."""
+    found = []
+    for layout in layouts:
+        sizes = {min(layout.dp_shard, gpus_per_node), layout.dp_shard} if layout.tp == 1 else set()
+        found += [
+            replace(layout, ep=ep) for ep in sorted(sizes) if ep > 1 and ep in ep_sizes and layout.dp_shard % ep == 0
+        ]
+    return found
 
 
 def list_layouts(gpus: int, gpus_per_node: int, tp_sizes: Sequence[int], num_layers: int) -> list[Layout]:

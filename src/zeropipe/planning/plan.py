@@ -54,6 +54,8 @@ def plan(
     lora: int | None = None,
     pp: int | Sequence[int] | None = None,
     tp: int | Sequence[int] | None = None,
+    ep: int | Sequence[int] | None = None,
+    imbalance: float = 1.0,
     sequence_parallel: bool | None = None,
     microbatch_sizes: int | Sequence[int] | None = None,
     ac: str | Sequence[str] | None = None,
@@ -69,11 +71,12 @@ def plan(
     `model` is an argument of `zp.estimate` (which then gets `gpu`, `sequence`, `dtype`, `compile` and `efficiency`), or
     LayerCosts. `batch` is the number of sequences per step, over all GPUs. `memory` is that of a GPU in bytes, of which
     `reserve` is not used. With `lora` the model is frozen and adapters of that rank are trained. `sequence_parallel` is
-    for layouts with a `tp` above 1. The default is to try all pipeline and tensor-parallel sizes, without and with
-    sequence parallelism where the model allows it, microbatches of 1, 2 and 4 sequences, ac `none`, `selective:op` and
-    `full` (or the settings of LayerCosts), and all built-in schedules. Then `zp.search` runs for the best rows, for
-    `search_seconds` in all or with `search_steps` each. At most `max_candidates` are simulated, those with the least
-    work. `progress` gets a description and the completed fraction.
+    for layouts with a `tp` above 1. `ep` divides experts inside a machine and over all of `dp_shard`; `imbalance` is
+    the load of the GPU with most of their rows over the mean. The default is to try all pipeline, expert-parallel and
+    tensor-parallel sizes, without and with sequence parallelism where the model allows it, microbatches of 1, 2 and 4
+    sequences, ac `none`, `selective:op` and `full` (or the settings of LayerCosts), and all built-in schedules. Then
+    `zp.search` runs for the best rows, for `search_seconds` in all or with `search_steps` each. At most
+    `max_candidates` are simulated, those with the least work. `progress` gets a description and the completed fraction.
     """
     begin, report = monotonic(), progress or (lambda text, fraction: None)
     require_callbacks(progress, workers)
@@ -86,7 +89,7 @@ def plan(
         )
     task = PlanTask.create(
         model, sequence, gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, memory=memory, reserve=reserve, gpu=gpu,
-        dtype=dtype, compile=compile, efficiency=efficiency, lora=lora, pp=pp, tp=tp,
+        dtype=dtype, compile=compile, efficiency=efficiency, lora=lora, pp=pp, tp=tp, ep=ep, imbalance=imbalance,
         sequence_parallel=sequence_parallel, microbatch_sizes=microbatch_sizes, ac=ac, schedules=schedules,
     )  # fmt: skip
     context, space = task.open()
@@ -114,7 +117,7 @@ def _list_candidates(context: PlanContext, runs: Sequence[Run], names: Sequence[
     """Every candidate of the runs; ConfigError if all schedules have too many stages."""
     costs = context.costs
     variants = list_variants(names, costs.has_overlaps)
-    candidates = list_candidates(runs, variants, costs.num_layers)
+    candidates = list_candidates(runs, variants, costs.num_layers, list_variants(names, has_overlap_costs=True))
     if runs and not candidates:
         raise _explain_too_many_stages(runs, variants, costs.num_layers)
     return candidates

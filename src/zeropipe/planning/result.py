@@ -19,7 +19,7 @@ from zeropipe.sim.simulate import simulate
 _PURPOSES = {
     "work": "more work per GPU", "recompute": "recomputation", "imbalance": "imbalance of ranks",
     "schedule": "idle time of the schedule",
-    "data": "gathers, reductions and sums", "optimizer": "optimizer",
+    "data": "gathers, reductions and sums", "optimizer": "optimizer", "exchange": "exposed exchanges of experts",
 }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ class Candidate:
     ac: str
     cut: str  # "even" or "balanced" layers
     shards: str = "keep"  # how sharded weights are gathered; plans keep them
+    turns: bool = True  # F and B of an Overlap take turns at exchanges of experts
 
     @property
     def run(self) -> Run:
@@ -67,10 +68,12 @@ class StepSeconds:
     schedule: float  # idle time of the busiest rank without gathers and reductions
     data: float  # exposed gathers and reductions of shards, and sums over copies of a weight
     optimizer: float
+    exchange: float = 0.0  # exposed exchanges of rows of experts: the mean over ranks
 
     @property
     def total(self) -> float:
-        return self.work + self.recompute + self.imbalance + self.schedule + self.data + self.optimizer
+        work = self.work + self.recompute + self.exchange + self.imbalance
+        return work + self.schedule + self.data + self.optimizer
 
 
 @dataclass(frozen=True)

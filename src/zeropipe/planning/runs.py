@@ -8,7 +8,7 @@ from dataclasses import replace
 from zeropipe.errors import ConfigError
 from zeropipe.planning.candidates import drop_dominated, list_runs
 from zeropipe.planning.context import PlanContext
-from zeropipe.planning.layouts import Layout, list_layouts
+from zeropipe.planning.layouts import Layout, list_layouts, with_experts
 from zeropipe.planning.rows import Run
 from zeropipe.planning.task import PlanTask, SearchSpace
 
@@ -24,7 +24,14 @@ def list_task_runs(task: PlanTask, context: PlanContext, space: SearchSpace) -> 
             f"pp={_join(task.pp or ())}: no layout of {task.gpus} GPUs and {num_layers} layers has that many pipeline "
             f"ranks; use one of {possible}"
         )
+    divided = with_experts(layouts, space.ep, context.gpus_per_node)
     layouts += [replace(layout, sequence_parallel=True) for layout in layouts if layout.tp > 1]
+    layouts = [*(layouts if 1 in space.ep else []), *divided]
+    if not layouts:
+        raise ConfigError(
+            f"ep={_join(space.ep)}: no layout divides experts over that many GPUs: ep is tried inside a machine of "
+            f"{context.gpus_per_node} and over all of dp_shard, with tp=1"
+        )
     runs = list_runs(context, task.batch, layouts, space.microbatch_sizes, space.ac)
     runs = drop_dominated(runs, context)
     if not runs:

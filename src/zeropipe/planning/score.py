@@ -14,7 +14,7 @@ from zeropipe.errors import ConfigError
 from zeropipe.planning.context import PlanContext
 from zeropipe.planning.rows import Candidate, PlanRow, RankMemory, StepSeconds
 from zeropipe.sim.costs import WORKSPACES, Costs
-from zeropipe.sim.layer_costs import LayerCost
+from zeropipe.sim.layer_costs import Held, LayerCost, Shards
 from zeropipe.sim.simulate import simulate
 
 OPTIMIZER_TRAFFIC = 2.0  # bytes that an optimizer step moves per byte of a parameter's state: read and written
@@ -29,9 +29,19 @@ class Simulation:
     stages: list[list[LayerCost]]
     parameters: list[int]  # of each rank
     trained: list[int]  # the parameters of each rank that are not frozen
+    experts: list[int]  # those of divided experts
     resident_costs: Costs  # full weights and gradients are resident all the time
     pipeline: Timeline  # with `resident_costs`
     timeline: Timeline  # with gathers and reductions
+
+    def held(self, rank: int) -> Held:
+        """The parameters of a rank."""
+        trained, experts = self.trained[rank], self.experts[rank]
+        return Held(trained - experts, self.parameters[rank] - trained, experts)
+
+    @property
+    def shards(self) -> Shards:
+        return self.candidate.layout.shards
 
 
 def simulate_candidate(
@@ -45,10 +55,14 @@ def simulate_candidate(
     stages = context.costs.stage_layers(counts, context.setting(candidate), candidate.ac)
     held = [[layer.parameters for layer in stage] for stage in stages]
     learned = [[layer.num_trained for layer in stage] for stage in stages]
-    parameters, trained = (
-        _count_parameters(each, schedule.placement, schedule.num_ranks, context.costs.tied) for each in (held, learned)
+    divided = [[layer.experts for layer in stage] for stage in stages]
+    parameters, trained, experts = (
+        _count_parameters(each, schedule.placement, schedule.num_ranks, context.costs.tied)
+        for each in (held, learned, divided)
     )
-    return Simulation(candidate, tuple(counts), stages, parameters, trained, resident_costs, pipeline, timeline)
+    return Simulation(
+        candidate, tuple(counts), stages, parameters, trained, experts, resident_costs, pipeline, timeline
+    )
 
 
 def score_candidate(context: PlanContext, candidate: Candidate, schedule: Schedule, counts: Sequence[int]) -> PlanRow:
@@ -82,13 +96,26 @@ def _attribute_seconds(context: PlanContext, run: Simulation) -> StepSeconds:
     work = candidate.num_microbatches * sum(layer.f + layer.full_backward for stage in run.stages for layer in stage)
     recomputed = _recompute_seconds(context, candidate) / work if work > 0 else 0.0  # a fraction of all work
     mean, busiest = sum(pipeline.busy) / pipeline.num_ranks, max(pipeline.busy)
-    moved = OPTIMIZER_TRAFFIC * max(run.trained) * (state.gradients + state.optimizer) / candidate.layout.dp_shard
+    stepped = max(run.held(rank).count_stepped(run.shards) for rank in range(pipeline.num_ranks))
+    moved = OPTIMIZER_TRAFFIC * stepped * (state.gradients + state.optimizer)
+    exposed = _exposed_seconds(run, mean)
+    computing = mean - exposed
     return StepSeconds(
-        work=mean * (1 - recomputed), recompute=mean * recomputed, imbalance=busiest - mean,
+        work=computing * (1 - recomputed), recompute=computing * recomputed, imbalance=busiest - mean,
+        exchange=exposed,
         schedule=pipeline.makespan - busiest,
         data=run.timeline.makespan - pipeline.makespan + _sum_seconds(context, run),
         optimizer=moved / context.optimizer_bandwidth if context.optimizer_bandwidth else 0.0,
     )  # fmt: skip
+
+
+def _exposed_seconds(run: Simulation, busy: float) -> float:
+    """The mean over ranks of the time in which they exchange rows of experts and do not compute."""
+    layers = [layer for stage in run.stages for layer in stage]
+    if not any(layer.exchanging for layer in layers):
+        return 0.0
+    computing = sum(layer.f + layer.full_backward - layer.exchanging for layer in layers)
+    return max(0.0, busy - run.candidate.num_microbatches * computing / run.pipeline.num_ranks)
 
 
 def _recompute_seconds(context: PlanContext, candidate: Candidate) -> float:
@@ -126,17 +153,16 @@ def _replicate_seconds(context: PlanContext, run: Simulation) -> float:
     bandwidth = layout.replicate_link(context.costs, context.gpus_per_node).bandwidth
     if layout.dp_replicate == 1 or not bandwidth:
         return 0.0
-    size = max(run.trained) * context.costs.state.gradients / layout.dp_shard
+    size = max(context.costs.state.sum_bytes(run.held(rank), run.shards) for rank in range(run.pipeline.num_ranks))
     return 2 * (layout.dp_replicate - 1) / layout.dp_replicate * size / bandwidth
 
 
 def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMemory:
     """Attribute the memory of a rank at its peak."""
-    shards, state = run.candidate.layout.dp_shard, context.costs.state
+    shards, state, held = run.shards, context.costs.state, run.held(rank)
     packed, num_stages = run.timeline.schedule.packed, len(run.stages)
     column = run.resident_costs.column("weights", num_stages)
     constant = sum(column[stage] for stage in run.timeline.schedule.placement.stages_of(rank))
-    trained = run.trained[rank]
     levels, resident_levels = (_levels(timeline, rank) for timeline in (run.timeline, run.pipeline))
     peak = max(levels)
     at = levels.index(peak)
@@ -146,11 +172,10 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMe
         step.append(packed.row(rank)[at])
     workspace = sum(_workspace(run.resident_costs, num_stages, code) for code in step)
     activations = resident_levels[at] - constant - workspace
-    optimizer = trained * state.optimizer_state(shards)
-    if shards > 1:
-        gradients = trained * state.gradients / shards + _full_gradients(run.timeline, rank, at)
-    else:
-        gradients = trained * state.gradients
+    optimizer = state.optimizer_bytes(held, shards)
+    gradients = state.sum_bytes(held, shards)
+    if shards.rest > 1:
+        gradients += _full_gradients(run.timeline, rank, at)
     weights = peak - activations - workspace - optimizer - gradients
     return RankMemory(weights, gradients, optimizer, activations, workspace)
 

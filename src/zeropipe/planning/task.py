@@ -26,6 +26,7 @@ class SearchSpace(NamedTuple):
     tp: list[int]
     microbatch_sizes: list[int]
     ac: list[str]
+    ep: list[int]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class PlanTask:
     lora: int | None = None
     pp: list[int] | None = None
     tp: list[int] | None = None
+    ep: list[int] | None = None
+    imbalance: float = 1.0
     sequence_parallel: bool | None = None
     microbatch_sizes: list[int] | None = None
     ac: list[str] | None = None
@@ -57,8 +60,8 @@ class PlanTask:
     ) -> PlanTask:
         """Check the arguments; those of several values may be single ones."""
         require_positive_integers(**{name: values[name] for name in ("gpus", "batch", "gpus_per_node")})
-        for name in ("pp", "tp", "microbatch_sizes"):
-            values[name] = _parse_integers(name, values[name])
+        for name in ("pp", "tp", "ep", "microbatch_sizes"):
+            values[name] = _parse_integers(name, values.get(name))
         for name in ("ac", "schedules"):
             values[name] = _parse_names(name, values[name])
         if isinstance(model, LayerCosts):
@@ -83,6 +86,7 @@ class PlanTask:
                 self.tp or _default_tp_sizes(self.model, self.gpus, self.gpus_per_node),
                 self.microbatch_sizes or list(DEFAULT_MICROBATCH_SIZES),
                 self.ac or list(DEFAULT_MODES),
+                self.ep or _default_ep_sizes(self.model, self.gpus, self.lora),
             )
             costs = self._estimate(self.model, space)
             memory = find_gpu(self.gpu).memory if self.memory is None else self.memory
@@ -94,7 +98,7 @@ class PlanTask:
             efficiency=self.efficiency, tp=space.tp, microbatch_size=space.microbatch_sizes,
             sequence_parallel=self._parallel_values(space),
             ac=[*space.ac, *({"none"} - set(space.ac))],  # "none": the others recompute the rest
-            lora=self.lora,
+            lora=self.lora, ep=space.ep if 1 in space.tp else 1, imbalance=self.imbalance,
         )  # fmt: skip
 
     def _parallel_values(self, space: SearchSpace) -> bool | tuple[bool, ...]:
@@ -107,6 +111,8 @@ class PlanTask:
         """The requested settings, by default all of `costs`; ConfigError for one that they do not have."""
         for tp in self.tp or ():
             costs.setting(tp=tp)
+        for ep in self.ep or ():
+            costs.setting(ep=ep)
         for size in self.microbatch_sizes or ():
             costs.setting(microbatch_size=size)
         for mode in self.ac or ():
@@ -115,6 +121,7 @@ class PlanTask:
             sorted(set(self.tp or (setting.tp for setting in costs.settings))),
             self.microbatch_sizes or sorted({setting.microbatch_size for setting in costs.settings}),
             self.ac or list(dict.fromkeys(setting.ac for setting in costs.settings)),
+            self.ep or sorted({setting.ep for setting in costs.settings}),
         )
 
 
@@ -129,6 +136,12 @@ def _default_tp_sizes(model: Model, gpus: int, gpus_per_node: int) -> list[int]:
     """The powers of two that divide the GPUs and the model."""
     powers = [2**n for n in range(5)]
     return [n for n in powers if n <= min(gpus_per_node, gpus) and gpus % n == 0 and model.allows_tp(n)]
+
+
+def _default_ep_sizes(model: Model, gpus: int, lora: int | None) -> list[int]:
+    """1, and the powers of two that divide the experts and the GPUs."""
+    powers = [2**n for n in range(1, gpus.bit_length())] if lora is None else []
+    return [1, *(n for n in powers if gpus % n == 0 and model.allows_ep(n))]
 
 
 def _usable_memory(costs: LayerCosts, memory: float | None, reserve: float) -> float:

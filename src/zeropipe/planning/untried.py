@@ -25,14 +25,18 @@ def list_untried(task: PlanTask, costs: LayerCosts, runs: Sequence[Run], searche
     """What was not tried with these runs; `searches`: whether schedules were searched."""
     return tuple(
         Untried(*item)
-        for items in (_list_parallelism(costs, runs), _list_training(task), _list_schedules(task, costs, searches))
+        for items in (
+            _list_parallelism(costs, runs),
+            _list_training(task),
+            _list_schedules(task, costs, runs, searches),
+        )
         for item in items
     )
 
 
 def _list_parallelism(costs: LayerCosts, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     elsewhere = "torchtitan and Archon have it under zeropipe's schedules: docs/torchtitan.md, docs/archon.md"
-    if any("experts" in kind for kind in costs.layers):
+    if any("experts" in kind for kind in costs.layers) and not any(run.layout.ep > 1 for run in runs):
         yield "expert parallelism", "mesh.ep in the training file: docs/experts.md"
     if costs.sequence >= LONG_SEQUENCE:
         yield "context parallelism", elsewhere
@@ -55,11 +59,13 @@ def _list_training(task: PlanTask) -> Iterator[tuple[str, str]]:
         yield "fp8", "zeropipe trains in bfloat16, float32 or float64"
 
 
-def _list_schedules(task: PlanTask, costs: LayerCosts, searches: bool) -> Iterator[tuple[str, str]]:
+def _list_schedules(
+    task: PlanTask, costs: LayerCosts, runs: Sequence[Run], searches: bool
+) -> Iterator[tuple[str, str]]:
     if task.ac is None and not isinstance(task.model, LayerCosts):
         yield "ac selective:N and memory_budget:X", "--ac MODE,.."
     if task.schedules is None:
-        if not costs.has_overlaps:
+        if not costs.has_overlaps and not any(run.layout.ep > 1 for run in runs):
             yield "schedules with Overlaps", "DualPipe and others need costs of `zeropipe profile`"
         if not searches:
             yield "searched schedules", "--search-seconds"

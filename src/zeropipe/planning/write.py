@@ -70,6 +70,8 @@ def format_run(
         "data": {"sequence": layer_costs.sequence, "batch": plan.batch, "microbatch": candidate.microbatch_size},
         "train": {"steps": STEPS},
     }
+    if candidate.layout.ep > 1:
+        tables["mesh"]["ep"] = candidate.layout.ep
     if candidate.layout.sequence_parallel:
         tables["mesh"]["sequence_parallel"] = True
     known = find_built_in(model)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal
+from math import gcd, inf
+from typing import Any, Literal, NamedTuple
 
+from zeropipe.core.action import Kind
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.model.layers import layer_counts, layer_ranges, require_layer_counts
+from zeropipe.core.phases import EXCHANGES, LayerPhases, PhaseTimes
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.sim.costs import SAME_LINK, Costs, Link
+from zeropipe.sim.phase_costs import exchange_times
 
 Source = Literal["estimate", "profile"]
+SM_TAX = 20 / 132  # the part of a GPU that exchanges take while they are under way: DeepSeek-V3's report, on H800
 NO_SPREAD: Mapping[str, float] = {}
 DTYPE_NAMES = {"bfloat16": "bf16", "fp16": "float16", "fp32": "float32"}  # -> the name in costs of layers
 
@@ -27,7 +32,9 @@ class LayerCost:
     runs. `message` are the bytes of the layer's output. `parameters` are those that this GPU computes with. `flops` are
     those of F on this GPU without recomputation; of work that every GPU of `tp` repeats, its part. `trained` are the
     parameters that are not frozen, by default all; `frozen_flops` the FLOPs of F with frozen weights, which have no W.
-    `spread` has relative errors of measured times, by name.
+    Of divided experts, `experts` are the parameters that this GPU has, and `phases` the phases of the layer. Dispatch
+    and combine are bytes there, and not in f and i: `with_exchanges` makes them seconds. `spread` has relative errors
+    of measured times, by name.
     """
 
     f: float
@@ -43,6 +50,8 @@ class LayerCost:
     flops: float = 0.0
     trained: int | None = None
     frozen_flops: float = 0.0
+    phases: LayerPhases | None = None
+    experts: int = 0
     spread: Mapping[str, float] = field(default_factory=lambda: NO_SPREAD)
 
     @property
@@ -57,6 +66,23 @@ class LayerCost:
     @property
     def num_frozen(self) -> int:
         return self.parameters - self.num_trained
+
+    @property
+    def held(self) -> Held:
+        return Held(self.num_trained - self.experts, self.num_frozen, self.experts)
+
+    def with_exchanges(self, bandwidth: float) -> LayerCost:
+        """The layer with seconds of its exchanges."""
+        if self.phases is None:
+            return self
+        phases = exchange_times(self.phases, bandwidth)
+        f, i = (sum(getattr(phases, name).of(kind) for name in EXCHANGES) for kind in (Kind.F, Kind.I))
+        return replace(self, phases=phases, f=self.f + f, i=self.i + i)
+
+    @property
+    def exchanging(self) -> float:
+        """The time of the exchanges of an F and a B, if they are priced."""
+        return 0.0 if self.phases is None else sum(sum(getattr(self.phases, name)) for name in EXCHANGES)
 
     @property
     def overlapped(self) -> float:
@@ -74,13 +100,47 @@ class Setting:
     tp: int = 1
     compile: bool = False
     sequence_parallel: bool = False
+    ep: int = 1
+    exchange_bandwidth: float | None = None  # of priced exchanges
+
+    def with_exchanges(self, bandwidth: float) -> Setting:
+        """The setting with seconds of its exchanges."""
+        kinds = {name: kind.with_exchanges(bandwidth) for name, kind in self.kinds.items()}
+        return replace(self, kinds=kinds, exchange_bandwidth=bandwidth)
 
     def __str__(self) -> str:
         parts = {
             f"ac {self.ac}": True, f"microbatches of {self.microbatch_size}": True, f"tp {self.tp}": self.tp > 1,
-            "sequence parallelism": self.sequence_parallel, "compiled": self.compile,
+            f"ep {self.ep}": self.ep > 1, "sequence parallelism": self.sequence_parallel, "compiled": self.compile,
         }  # fmt: skip
         return ", ".join(part for part, is_there in parts.items() if is_there)
+
+
+class Held(NamedTuple):
+    """Numbers of parameters: trained ones beside divided experts, frozen ones, and those of divided experts."""
+
+    trained: float = 0
+    frozen: float = 0
+    experts: float = 0
+
+    @staticmethod
+    def sum(parts: Iterable[Held]) -> Held:
+        return Held(*map(sum, zip(Held(), *parts)))
+
+    def count_stepped(self, shards: Shards) -> float:
+        """The parameters that a process's optimizer steps: its shards."""
+        return self.trained / shards.rest + self.experts / shards.experts
+
+
+class Shards(NamedTuple):
+    """Numbers of processes over which parameters are sharded: those of divided experts over what `ep` leaves."""
+
+    rest: int = 1
+    experts: int = 1
+
+    @staticmethod
+    def of(dp_shard: int, ep: int) -> Shards:
+        return Shards(dp_shard, max(1, dp_shard // ep))
 
 
 @dataclass(frozen=True)
@@ -107,6 +167,27 @@ class ParameterBytes:
         """Bytes of parameters within a step that keeps the full weights and gradients, beside the shards."""
         own = self.weights + self.gradients + self.between_steps(shards)
         return trained * own + frozen * (self.frozen * (1 + (1 / shards if shards > 1 else 0.0)))
+
+    def resident(self, held: Held, shards: Shards) -> float:
+        """Bytes of parameters whose full weights and gradients are there all the time."""
+        rest = self.with_full_weights(shards.rest, held.trained, held.frozen)
+        return rest + self.with_full_weights(shards.experts, held.experts)
+
+    def resident_shards(self, held: Held, shards: Shards) -> float:
+        """The same without full weights and gradients of what is sharded."""
+        rest = self.within_step(shards.rest, held.trained, held.frozen)
+        if shards.experts == 1:
+            return rest + self.with_full_weights(1, held.experts)
+        return rest + self.within_step(shards.experts, held.experts, 0)
+
+    def optimizer_bytes(self, held: Held, shards: Shards) -> float:
+        """Bytes of the optimizer's state."""
+        rest = held.trained * self.optimizer_state(shards.rest)
+        return rest + held.experts * self.optimizer_state(shards.experts)
+
+    def sum_bytes(self, held: Held, shards: Shards) -> float:
+        """Bytes of summed gradients."""
+        return self.gradients * held.count_stepped(shards)
 
     def between_steps(self, shards: int) -> float:
         """Resident all the time per trained parameter: a shard of the optimizer state, and of sharded weights."""
@@ -187,7 +268,7 @@ class LayerCosts:
 
     def setting(
         self, *, ac: str | None = None, microbatch_size: int | None = None, tp: int | None = None,
-        compile: bool | None = None, sequence_parallel: bool | None = None,
+        compile: bool | None = None, sequence_parallel: bool | None = None, ep: int | None = None,
     ) -> Setting:  # fmt: skip
         """The first setting with these properties; ConfigError if there is none.
 
@@ -195,7 +276,7 @@ class LayerCosts:
         """
         wanted = {
             "ac": ac, "microbatch_size": microbatch_size, "tp": tp, "compile": compile,
-            "sequence_parallel": sequence_parallel,
+            "sequence_parallel": sequence_parallel, "ep": ep,
         }  # fmt: skip
         if ac is not None and Checkpointing.parse(ac).every > 1:
             wanted["ac"] = "none"
@@ -211,8 +292,12 @@ class LayerCosts:
         mode = Checkpointing.parse(ac or setting.ac)
         if mode.every == 1:
             return [setting.kinds[kind] for kind in self.layers]
-        same = {name: getattr(setting, name) for name in ("microbatch_size", "tp", "compile", "sequence_parallel")}
-        by_mode = {name: self.setting(ac=name, **same).kinds for name in ("none", "full")}
+        names = ("microbatch_size", "tp", "compile", "sequence_parallel", "ep")
+        same = {name: getattr(setting, name) for name in names}
+        found = {name: self.setting(ac=name, **same) for name in ("none", "full")}
+        if setting.exchange_bandwidth is not None:
+            found = {name: one.with_exchanges(setting.exchange_bandwidth) for name, one in found.items()}
+        by_mode = {name: one.kinds for name, one in found.items()}
         return [by_mode[mode.of_layer(layer)][kind] for layer, kind in enumerate(self.layers)]
 
     def stage_kinds(self, counts: Sequence[int]) -> list[list[tuple[str, int | None]]]:
@@ -249,52 +334,51 @@ class LayerCosts:
         shard_link: Link = SAME_LINK,
         node_size: int | None = None,
         memory_limit: float | None = None,
+        turns: bool = True,
     ) -> Costs:
         """Costs of stages with `counts` layers, by default in the first setting, in seconds and bytes.
 
         Stages on one rank of `placement` (by default each has its own) share a tied weight. `shards` is
         the size of `dp_shard`. With `gather` ("keep" or "regather"), gathers and reductions use `shard_link` and are
         simulated; without it, full weights and gradients are resident all the time. `node_size` is the number of
-        pipeline ranks per machine.
+        pipeline ranks per machine. With divided experts, F and B of an Overlap take `turns`, so that exchanges are
+        hidden behind computations.
         """
         require_positive_integers(shards=shards)
-        chosen = setting or self.settings[0]
+        chosen = self.price_exchanges(setting or self.settings[0])
         stages = self.stage_layers(counts, chosen, ac)
         if placement is not None and len(placement.copies[0]) != len(stages):
             raise ConfigError(
                 f"layers={short(list(counts))} has {len(stages)} stages: the placement has {len(placement.copies[0])}"
             )
-        parameters = [float(sum(layer.num_trained for layer in stage)) for stage in stages]
-        frozen = [float(sum(layer.num_frozen for layer in stage)) for stage in stages]
+        sizes, split = Shards.of(shards, chosen.ep), [Held.sum(layer.held for layer in stage) for stage in stages]
         held_stages = _held_stages(placement, len(stages))
         if self.tied and any(held[0] == 0 and held[-1] == len(stages) - 1 for held in held_stages):
             ends = [[chosen.kinds[kind] for kind in part] for part in (self.before, self.after)]
             shared = min(sum(layer.num_trained for layer in part) for part in ends)
-            parameters[-1] -= shared
-            frozen[-1] -= min(sum(layer.parameters for layer in part) for part in ends) - shared
-        resident = self.state.with_full_weights if gather is None else self.state.within_step
-        weights = [resident(shards, *numbers) for numbers in zip(parameters, frozen)]
+            not_trained = min(sum(layer.parameters for layer in part) for part in ends) - shared
+            last = split[-1]
+            split[-1] = last._replace(trained=last.trained - shared, frozen=last.frozen - not_trained)
+        resident = self.state.resident if gather is None else self.state.resident_shards
+        weights = [resident(numbers, sizes) for numbers in split]
         forward, backward = self._message_overheads(range(len(stages)) if placement is None else placement.copies[0])
-        full = [self.state.full_weights(*numbers) for numbers in zip(parameters, frozen)]
-        blocks = [
-            [
-                self.state.full_weights(chosen.kinds[kind].num_trained, chosen.kinds[kind].num_frozen)
-                for kind, n in stage if n is not None
-            ]
-            for stage in self.stage_kinds(counts)
-        ]  # fmt: skip
-        sharding = {} if gather is None else self._sharding(parameters, full, blocks, gather, shards, shard_link)
+        blocks = [[chosen.kinds[kind].held for kind, n in stage if n is not None] for stage in self.stage_kinds(counts)]
+        more: dict[str, Any] = {} if gather is None else self._sharding(split, blocks, gather, sizes, shard_link)
+        if turns and chosen.ep > 1:
+            more |= {"phases": self._phases(counts, stages), "sm_tax": SM_TAX}
+        if "phases" not in more:
+            pairs = [a + b for a, b in zip(forward, backward)]
+            more["overlap"] = _sums(stages, lambda layer: layer.overlapped, pairs)
         return Costs(
             f=_sums(stages, lambda layer: layer.f, forward), i=_sums(stages, lambda layer: layer.i, backward),
             w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.full_backward, backward),
-            overlap=_sums(stages, lambda layer: layer.overlapped, [a + b for a, b in zip(forward, backward)]),
             activation=_sums(stages, lambda layer: layer.activation), stash=_sums(stages, lambda layer: layer.stash),
             workspace=[_workspace(stage, is_split=False) for stage in stages],
             i_workspace=[_workspace(stage, is_split=True) for stage in stages],
             message=self.message_bytes(chosen), weights=weights,
             p2p=self.link.p2p or 0.0, bandwidth=self.link.bandwidth, node_size=node_size,
             inter_node=SAME_LINK if node_size is None else self.inter_node,
-            memory_limit=memory_limit, unit="s", memory_unit="B", **sharding,
+            memory_limit=memory_limit, unit="s", memory_unit="B", **more,
         )  # fmt: skip
 
     def _message_overheads(self, ranks: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -305,32 +389,64 @@ class LayerCosts:
             [previous * self.sending + following * self.receiving for previous, following in pairwise(crosses)],
         )
 
+    def price_exchanges(self, setting: Setting, gpus_per_node: int = 8) -> Setting:
+        """The setting with seconds of the exchanges of divided experts, whose processes are neighbours.
+
+        Rows for the same machine and for others travel at the same time.
+        """
+        if setting.ep == 1 or setting.exchange_bandwidth is not None:
+            return setting
+        inside = gcd(setting.ep, gpus_per_node)
+        links = ((inside - 1, self.link.bandwidth), (setting.ep - inside, self.inter_node.bandwidth))
+        seconds = max(part / setting.ep / bandwidth if bandwidth else 0.0 for part, bandwidth in links)
+        return setting.with_exchanges(1 / seconds if seconds else inf)
+
+    def _phases(self, counts: Sequence[int], stages: list[list[LayerCost]]) -> list[list[LayerPhases]]:
+        """The phases of the decoder layers of each stage; one without divided experts is all attention."""
+        return [
+            [
+                layer.phases or LayerPhases(attention=PhaseTimes(layer.f, layer.i, layer.w))
+                for (_, n), layer in zip(kinds, stage, strict=True) if n is not None
+            ]
+            for kinds, stage in zip(self.stage_kinds(counts), stages, strict=True)
+        ]  # fmt: skip
+
     def _sharding(
-        self,
-        parameters: list[float],
-        full: list[float],
-        blocks: list[list[float]],
-        gather: str,
-        shards: int,
-        link: Link,
+        self, split: list[Held], blocks: list[list[Held]], gather: str, shards: Shards, link: Link
     ) -> dict[str, Any]:
-        """The fields of Costs for sharded stages, from their trained parameters and bytes of full weights.
+        """The fields of Costs for sharded stages, from the parameters of each and of its blocks.
 
         A gather or reduction moves all but a rank's own shard. While a stage runs with "regather", it has what is
         outside of its `blocks`, one block, and the messages of this and of the next one.
         """
-        bandwidth = link.bandwidth * shards / (shards - 1) if link.bandwidth and shards > 1 else None
-        gradients = [number * self.state.gradients for number in parameters]
-        return {
-            "shards": gather, "units": max(1, *map(len, blocks)), "shard_bandwidth": bandwidth,
+        state = self.state
+        bandwidths = [link.bandwidth * n / (n - 1) if link.bandwidth and n > 1 else None for n in shards]
+        if shards.experts == 1:  # experts are not sharded: they are resident
+            split = [one._replace(experts=0) for one in split]
+            blocks = [[one._replace(experts=0) for one in stage] for stage in blocks]
+        full = [self._full_bytes(one) for one in split]
+        sizes = [[self._full_bytes(one) for one in stage] for stage in blocks]
+        gradients = [(one.trained * state.gradients, one.experts * state.gradients) for one in split]
+        fields = {
+            "shards": gather, "units": max(1, *map(len, blocks)), "shard_bandwidth": bandwidths[0],
             "full_weights": full,
             "gathered_weights": [
-                size - sum(sizes) + min(3, 2 * len(sizes)) * max(sizes, default=0)
-                for size, sizes in zip(full, blocks, strict=True)
+                size - sum(own) + min(3, 2 * len(own)) * max(own, default=0)
+                for size, own in zip(full, sizes, strict=True)
             ],
-            "full_gradients": [size * (1 - 1 / shards) for size in gradients],  # beside the shards of the sum
-            "reduce": [size / bandwidth if bandwidth else 0.0 for size in gradients],
+            "full_gradients": [  # beside the shards of the sum
+                sum(size * (1 - 1 / n) for size, n in zip(both, shards, strict=True)) for both in gradients
+            ],
+            "reduce": [_transfer_seconds(both, bandwidths) for both in gradients],
         }  # fmt: skip
+        if any(one.experts for one in split):
+            weights = [(state.full_weights(one.trained, one.frozen), one.experts * state.weights) for one in split]
+            fields["unshard"] = [_transfer_seconds(both, bandwidths) for both in weights]
+        return fields
+
+    def _full_bytes(self, held: Held) -> float:
+        """Bytes of the unsharded weights."""
+        return self.state.full_weights(held.trained + held.experts, held.frozen)
 
     def stage_costs(self, problem: Problem, placement: Placement | None = None, per: str = "rank") -> Costs:
         """Costs of stages with layers divided as evenly as possible; `per` has no effect on costs of layers."""
@@ -339,6 +455,10 @@ class LayerCosts:
     def message_bytes(self, setting: Setting) -> float:
         """Bytes from stage to stage: the output of a decoder layer."""
         return max(setting.kinds[kind].message for kind in self.layers)
+
+
+def _transfer_seconds(sizes: Sequence[float], bandwidths: Sequence[float | None]) -> float:
+    return sum(size / bandwidth if bandwidth else 0.0 for size, bandwidth in zip(sizes, bandwidths, strict=True))
 
 
 def _workspace(layers: Sequence[LayerCost], is_split: bool) -> float:

@@ -8,14 +8,25 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.core.phases import LayerPhases, PhaseTimes
 from zeropipe.errors import ConfigError, short
 from zeropipe.sim.costs import TIME_FIELDS, Link
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, ParameterBytes, Setting
+from zeropipe.sim.phase_costs import layer_to_data, parse_phases
 
 VERSION = 1
 TYPE = "layer costs"
 MAX_NAME_CHARACTERS = 1000
-_MIN_COUNTS = {"parameters": 0, "trained": 0, "microbatch_size": 1, "tp": 1, "sequence": 0, "lora_rank": 1}
+_MIN_COUNTS = {
+    "parameters": 0,
+    "trained": 0,
+    "microbatch_size": 1,
+    "tp": 1,
+    "sequence": 0,
+    "lora_rank": 1,
+    "ep": 1,
+    "experts": 0,
+}
 _MAX_COUNT = 10**18
 _MIN_NUMBER, _MAX_NUMBER = 1e-30, 1e30  # of a number that is not 0
 _REQUIRED: dict[Any, tuple[str, ...]] = {
@@ -37,6 +48,15 @@ def to_layer_data(costs: LayerCosts) -> dict[str, Any]:
             for name in ("b", "overlap", "trained", "spread"):
                 if kind[name] is None or kind[name] == {}:
                     del kind[name]
+            if not kind["experts"]:
+                del kind["experts"]
+            if kind["phases"] is None:
+                del kind["phases"]
+            else:
+                kind["phases"] = layer_to_data(LayerPhases(*map(PhaseTimes._make, kind["phases"])), 1)
+        del setting["exchange_bandwidth"]
+        if setting["ep"] == 1:
+            del setting["ep"]
     if costs.lora_rank is None:
         del data["lora_rank"]
     return data
@@ -114,6 +134,8 @@ def _parse_setting(data: Any, where: str) -> Setting:
 def _parse_layer(data: Any, where: str) -> LayerCost:
     _require_fields(LayerCost, data, where)
     values = dict(data)
+    if "phases" in values:
+        values["phases"] = parse_phases([values["phases"]])[0][0]
     if "spread" in values:
         values["spread"] = _parse_numbers(values["spread"], TIME_FIELDS, f"{where}: spread")
     return LayerCost(**values)

@@ -72,11 +72,11 @@ def _parse_number(name: str, value: Any) -> float:
 
 def phases_to_data(phases: Sequence[StagePhases]) -> list[Any]:
     """Phases as plain data for `parse_phases`."""
-    stages = [[_layer_to_data(layer, len(list(same))) for layer, same in groupby(stage)] for stage in phases]
+    stages = [[layer_to_data(layer, len(list(same))) for layer, same in groupby(stage)] for stage in phases]
     return stages[0] if len(stages) == 1 else stages
 
 
-def _layer_to_data(layer: LayerPhases, number: int) -> dict[str, Any]:
+def layer_to_data(layer: LayerPhases, number: int) -> dict[str, Any]:
     tables = {
         name: {kind: time for kind, time in times._asdict().items() if time}
         for name, times in layer._asdict().items()
@@ -93,12 +93,12 @@ def stage_phases(phases: Sequence[StagePhases], num_stages: int, bandwidth: floa
             "be one list of layers, or one per stage"
         )
     if bandwidth is not None:
-        known = {layer: _exchange_times(layer, bandwidth) for stage in phases for layer in stage}
+        known = {layer: exchange_times(layer, bandwidth) for stage in phases for layer in stage}
         phases = [tuple(known[layer] for layer in stage) for stage in phases]
     return list(phases) * num_stages if len(phases) == 1 else list(phases)
 
 
-def _exchange_times(layer: LayerPhases, bandwidth: float) -> LayerPhases:
+def exchange_times(layer: LayerPhases, bandwidth: float) -> LayerPhases:
     """The layer with times of its exchanges, which are bytes."""
     times = {name: PhaseTimes(*(size / bandwidth for size in getattr(layer, name))) for name in EXCHANGES}
     return layer._replace(**times)

@@ -145,10 +145,10 @@ def _preview_data(config: RunConfig) -> list[str]:
 
 def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | None, bool]:
     """Costs of layers, and whether their times apply to this run. If not, they only give the model's shapes."""
-    costs = load_layer_costs(config)
     if reason := explain_ep(config):  # nor is the memory known: that of experts is divided by ep too
         notes.append(reason)
         return None, False
+    costs = load_layer_costs(config)
     reason = NO_COSTS if costs is None else explain_mismatch(config, costs)
     if costs is not None and not reason:
         return replace(costs, state=state_bytes(config)), True
@@ -157,7 +157,7 @@ def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | Non
         shapes = estimate(
             open_shapes(config), sequence=config.data.sequence, ac=config.engine.ac, tp=config.mesh.tp,
             microbatch_size=config.data.microbatch, compile=config.engine.compile,
-            sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config),
+            sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
         )  # fmt: skip
     except ConfigError as error:
         notes.append(f"parameters are not known: {error}")
@@ -206,8 +206,10 @@ def _predict(
 
 def _memory(config: RunConfig, context: PlanContext, run: Simulation, rank: int, has_times: bool) -> dict[str, float]:
     """Bytes of a rank by purpose; without costs that are for this run, not those of activations."""
-    state, shards, trained = context.costs.state, config.mesh.dp_shard, run.trained[rank]
-    masters = trained * master_bytes(config) / shards
+    state, shards, held = context.costs.state, run.shards, run.held(rank)
+    masters = held.count_stepped(shards) * master_bytes(config)
+    if shards.rest > shards.experts == 1:  # of divided experts, only the bits that their weights do not have
+        masters -= held.experts * state.saved_unsharded
     memory = attribute_memory(context, run, rank)
     found = {
         "weights": memory.weights, "gradients": memory.gradients, "masters": masters,
@@ -216,9 +218,9 @@ def _memory(config: RunConfig, context: PlanContext, run: Simulation, rank: int,
     if not has_times:
         del found["activations"], found["workspace"]
     if config.engine.offload:  # shards are in CPU memory
-        frozen = run.parameters[rank] - trained
-        found["weights"] -= (trained * state.shard + frozen * state.frozen) / shards
-        found["gradients"] -= trained * state.gradients / shards
+        found["weights"] -= held.count_stepped(shards) * state.shard
+        found["weights"] -= held.frozen * state.frozen / shards.rest
+        found["gradients"] -= state.sum_bytes(held, shards)
         found |= {"masters": 0.0, "optimizer": 0.0}
     return found
 

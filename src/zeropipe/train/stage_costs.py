@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from zeropipe.core.files import has_suffix
 from zeropipe.core.model.layers import layer_counts, require_layer_counts
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.timeline import Origin
@@ -17,7 +18,7 @@ from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCosts, ParameterBytes
 from zeropipe.sim.refit import find_run_setting
 from zeropipe.train.config.tables import RunConfig
-from zeropipe.train.inputs import explain_adapter, load_layer_costs
+from zeropipe.train.inputs import COSTS_SUFFIXES, explain_adapter, load_layer_costs, open_shapes
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 LOW_BITS_SIZE = 2  # bytes of a float32 weight beside a 16-bit one
@@ -57,9 +58,15 @@ class RunCosts:
 
 
 def explain_ep(config: RunConfig) -> str:
-    """Why a run with divided experts has no prediction; empty without ep."""
-    ep = config.mesh.ep
-    return f"no prediction with mesh.ep={ep}: costs do not have the exchanges of tokens" if ep > 1 else ""
+    """Why a run with divided experts has no prediction; empty if it may have one."""
+    ep, tp, source = config.mesh.ep, config.mesh.tp, config.schedule.costs
+    if ep == 1:
+        return ""
+    if tp > 1:
+        return f"no prediction with mesh.ep={ep} and mesh.tp={tp}: costs are for one of them"
+    if (source is None or not has_suffix(source, *COSTS_SUFFIXES)) and not open_shapes(config).allows_ep(ep):
+        return f"no prediction with mesh.ep={ep}: it is estimated for mixtures of experts of types in docs/plan.md"
+    return ""
 
 
 def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
@@ -72,7 +79,8 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
         config.lora is not None, config.mesh.sequence_parallel,
     )  # fmt: skip
     try:
-        find_run_setting(costs, origin)
+        costs.setting(ep=config.mesh.ep)
+        find_run_setting(_only_ep(costs, config.mesh.ep), origin)
     except ConfigError as error:
         return f"no prediction: {error}"
     table = config.lora
@@ -82,13 +90,18 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     return f"no prediction: {reason}" if reason else ""
 
 
+def _only_ep(costs: LayerCosts, ep: int) -> LayerCosts:
+    """The costs with the settings of one size of `ep`."""
+    return replace(costs, settings=tuple(setting for setting in costs.settings if setting.ep == ep))
+
+
 def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candidate:
     """The run as a candidate of the planner."""
     mesh = config.mesh
     return Candidate(
-        Layout(problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate, mesh.sequence_parallel), name,
+        Layout(problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate, mesh.sequence_parallel, mesh.ep), name,
         problem.stages_per_rank, problem.num_microbatches, config.data.microbatch, config.engine.ac, "",
-        config.engine.shards,
+        config.engine.shards, turns=False,
     )  # fmt: skip
 
 

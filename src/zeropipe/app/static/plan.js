@@ -18,7 +18,7 @@ const NUMBERS = {
 const CHOICES = { ac: ["", "none", "selective:op", "full"], dtype: ["", "float16", "float32"] }; // "": the server's default
 const MEMORY = ["weights", "gradients", "optimizer", "activations", "workspace"];
 const PARTS = { work: "work", recompute: "recomputation", imbalance: "idle: imbalance", schedule: "idle: schedule", data: "gathers, reduces", optimizer: "optimizer" };
-const ROW_FIELDS = ["pp", "dp_shard", "tp", "sequence_parallel", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "cut", "layers"];
+const ROW_FIELDS = ["pp", "dp_shard", "tp", "ep", "sequence_parallel", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "cut", "layers"];
 const NUM_VISIBLE_ROWS = 10;
 const state = Object.fromEntries(new URLSearchParams(location.search));
 const planCall = new LatestCall("/api/plan");
@@ -217,9 +217,9 @@ function showClosest({ row, ways_out: ways }) {
     links.length ? h("p", {}, "It fits with") : h("p", {}, "No change that was tried fits: more GPUs, shorter sequences."), h("ul", {}, ...links));
 }
 
-const layout = (row) => `${row.pp} × ${row.dp_shard} × ${row.tp}${row.sequence_parallel ? " sp" : ""}`;
+const layout = (row) => `${row.pp} × ${row.dp_shard} × ${row.tp}${row.sequence_parallel ? " sp" : ""}${row.ep > 1 ? ` ep${row.ep}` : ""}`;
 const title = (row) =>
-  `${row.schedule}, pp ${row.pp} × dp ${row.dp_shard} × tp ${row.tp}${row.sequence_parallel ? " with sequence parallelism" : ""}`;
+  `${row.schedule}, pp ${row.pp} × dp ${row.dp_shard} × tp ${row.tp}${row.sequence_parallel ? " with sequence parallelism" : ""}${row.ep > 1 ? ` with ep ${row.ep}` : ""}`;
 
 function showTable(answer) {
   const heads = [["", "text"], ["Schedule", "text"], ["pp × dp × tp", "text rare"], ["Microbatches", "rare"], ["Checkpointing", "text rare"], ["Step", ""],

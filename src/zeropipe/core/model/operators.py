@@ -15,7 +15,7 @@ class Op:
 
     Pairs are (eager, compiled). `kept` are bytes kept from F to I without checkpointing; `kept_op` with `selective:op`.
     `moved` are bytes that F reads and writes. `stash` are bytes kept from I to W, of which `gradient` is the gradient
-    of its output. `summed` are bytes that F sums over `tp`.
+    of its output. `summed` are bytes that F sums over `tp`. `routed`: of the rows that this GPU has for its experts.
     """
 
     name: str
@@ -38,6 +38,8 @@ class Op:
     gradient: float = 0.0
     summed: float = 0.0
     kernels: tuple[int, int] = (0, 0)  # that F launches, if they are counted
+    routed: bool = False
+    divided: int = 0  # parameters of experts, which ep divides
 
     @property
     def is_product(self) -> bool:
