@@ -59,7 +59,7 @@ def test_imbalance_slows_experts_and_exchanges_only():
     one, other = (costs.settings[0].kinds["experts"] for costs in (even, uneven))
     assert other.phases.dispatch.f == 1.5 * one.phases.dispatch.f
     assert other.phases.attention.f == pytest.approx(one.phases.attention.f)
-    assert 1.2 < other.phases.experts.f / one.phases.experts.f <= 1.5
+    assert 1.2 < other.phases.experts.f / one.phases.experts.f < 1.5 + 1e-9
     assert other.activation > one.activation
     assert other.flops == one.flops  # of the model
 

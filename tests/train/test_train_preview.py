@@ -209,7 +209,7 @@ def test_balance_by_time_is_zp_balance(tmp_path, monkeypatch):
     ("--model.dtype float64", "no prediction: the run has dtype float64, the costs float32; "),
     ("--lora.rank 4", "no prediction: the run trains an adapter (LoRA), costs are for training all weights; "),
     ("--data.microbatch 2", "no prediction: the costs of qwen3-8b have no setting with "),
-    ("--mesh.ep 2 --mesh.dp_shard 2", "no prediction: the costs of qwen3-8b have no setting with ep=2; "),
+    ("--mesh.ep 2 --mesh.dp_shard 2", "no prediction: the costs of qwen3-8b have no setting with ep=2: "),
     ("--mesh.pp 1", "rank 0 needs "),
 ])  # fmt: skip
 def test_a_prediction_that_would_be_wrong_is_not_made(tmp_path, monkeypatch, given, note):

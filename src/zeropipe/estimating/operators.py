@@ -281,7 +281,7 @@ def _scale_rows(op: Op, factor: float) -> Op:
 def exchanged_bytes(shape: Shape, sizes: Sizes) -> float:
     """Bytes of the rows that the GPU with most of them gets in an exchange: a row per token and active expert."""
     assert shape.experts is not None
-    return sizes.imbalance * sizes.tokens * shape.experts.num_active * shape.hidden * sizes.element
+    return float(sizes.imbalance * sizes.tokens * shape.experts.num_active * shape.hidden * sizes.element)
 
 
 def _active(op: Op, experts: Experts) -> Op:
