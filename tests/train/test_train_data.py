@@ -102,6 +102,7 @@ def test_texts_are_packed_and_seen_once_per_epoch(tmp_path):
         own = [microbatch for batch in (one, other) for microbatch in batch.microbatches]
         assert sum(int((m["labels"] != -100).sum()) for m in own) == one.num_tokens
         assert sum(m["input_ids"].numel() for m in own) == one.num_positions
+        assert sorted(one.lengths) == sorted(n for m in own for n in m["cu_seqlens"].diff().tolist())
         seen += [bytes(ids[:-1]).decode() for ids, _ in samples_of(one) + samples_of(other)]
         samples += one.samples
     assert sorted(seen) == sorted(texts * 2)

@@ -20,9 +20,14 @@ class Batch:
     microbatches: list[dict[str, Tensor]]  # of this pipeline, on the CPU
     num_tokens: int  # with a loss, of all pipelines
     num_processed: int  # of all pipelines, without padding
-    num_positions: int  # of all pipelines, padding included
+    lengths: tuple[int, ...]  # of what attends within itself, of all pipelines: samples and padding, or padded rows
     samples: tuple[int, ...]  # of all pipelines, in the order of the data
     epoch: float  # passes over the data after this batch
+
+    @property
+    def num_positions(self) -> int:
+        """Of all pipelines, padding included."""
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -46,19 +51,30 @@ def build_batch(rows: Sequence[int], samples: Samples, layout: BatchLayout, pipe
     members = [samples.samples_in_row(row) for row in rows]
     lengths = [int(samples.lengths(one).sum()) for one in members]
     microbatches: list[dict[str, Tensor]] = []
-    num_positions = 0
+    attended: list[int] = []
     assigned = assign_rows(lengths, layout.num_pipelines, layout.microbatch, layout.is_even)
     for number, groups in enumerate(assigned):
         for group in groups:
             length = layout.padded_length(max((lengths[index] for index in group), default=2))
-            num_positions += length * max(1, len(group))
+            attended += _attended_lengths([members[index] for index in group], samples, length, layout.is_packed)
             if number == pipeline:
                 own = [members[index] for index in group]
                 microbatches.append(_build_microbatch(own, samples, length, layout.is_packed))
     every = np.concatenate(members)
     num_tokens = int(samples.loss_counts(every).sum())
     num_processed = int(samples.lengths(every).sum())
-    return Batch(microbatches, num_tokens, num_processed, num_positions, tuple(every.tolist()), epoch)
+    return Batch(microbatches, num_tokens, num_processed, tuple(attended), tuple(every.tolist()), epoch)
+
+
+def _attended_lengths(rows: Sequence[IntArray], samples: Samples, length: int, is_packed: bool) -> list[int]:
+    """The lengths of the parts of a microbatch that attend within themselves."""
+    if not is_packed or not rows:
+        return [length] * max(1, len(rows))
+    found: list[int] = []
+    for row in rows:
+        lengths = samples.lengths(row).tolist()
+        found += lengths if sum(lengths) == length else [*lengths, length - sum(lengths)]
+    return found
 
 
 def assign_rows(

@@ -7,11 +7,13 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from zeropipe.core.files import write_whole
@@ -239,30 +241,49 @@ class Utilization:
     """
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
-        self._seconds_per_position: float | None = None  # of one GPU at its peak
+        self._ideal: IdealTimes | None = None
         self._num_gpus = config.mesh.num_processes
         if device.type == "cuda":
-            self._seconds_per_position = _ideal_seconds(config, torch.cuda.get_device_name(device))
+            self._ideal = _ideal_times(config, torch.cuda.get_device_name(device))
             local = int(os.environ.get("LOCAL_WORLD_SIZE", config.mesh.num_processes))
             self._num_gpus //= max(1, local // torch.cuda.device_count())  # processes may share GPUs
 
-    def compute(self, num_positions: int, seconds: float) -> float | None:
-        """The MFU of a step; None if the model's FLOPs or the GPU's peak are not known."""
-        ideal = self._seconds_per_position
-        return None if ideal is None else ideal * num_positions / seconds / self._num_gpus
+    def compute(self, lengths: Sequence[int], seconds: float) -> float | None:
+        """The MFU of a step with samples of these lengths; None if the model's FLOPs or the GPU's peak are not known.
+
+        Packed samples attend within themselves, so they need fewer FLOPs than a row of one sample.
+        """
+        return None if self._ideal is None else self._ideal.of(lengths) / seconds / self._num_gpus
 
 
-def _ideal_seconds(config: RunConfig, device_name: str) -> float | None:
-    """Seconds that a GPU needs at its peak for one position of a sequence."""
+@dataclass(frozen=True)
+class IdealTimes:
+    """Seconds that a GPU needs at its peak for a token of a sample, by the sample's length.
+
+    They grow by the same number with each token, and slower above a window: in between they are interpolated.
+    """
+
+    lengths: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def of(self, lengths: Sequence[int]) -> float:
+        """The seconds of some samples."""
+        return float(np.interp(lengths, self.lengths, self.seconds) @ np.asarray(lengths))
+
+
+def _ideal_times(config: RunConfig, device_name: str) -> IdealTimes | None:
     words = device_name.lower().replace("-", " ").split()
     gpu = max((gpu for gpu in GPUS if set(gpu.split("-")) <= set(words)), key=len, default=None)
     if gpu is None or config.model.dtype == "float64":
         return None
+    lengths = sorted({max(1, config.data.sequence // part) for part in (1, 4, 16)})
     try:
-        flops = count_flops(open_shapes(config), config.data.sequence, is_frozen=config.lora is not None)
+        shapes, is_frozen = open_shapes(config), config.lora is not None
+        flops = [count_flops(shapes, length, is_frozen=is_frozen) / length for length in lengths]
     except ZeropipeError:
         return None
-    return flops / config.data.sequence / GPUS[gpu].peak_of(config.model.dtype)
+    peak = GPUS[gpu].peak_of(config.model.dtype)
+    return IdealTimes(tuple(lengths), tuple(each / peak for each in flops))
 
 
 def count_flops(model: ShapedModel | CountedModel, sequence: int, *, is_frozen: bool) -> float:

@@ -34,7 +34,7 @@ class StepRecord:
     is_skipped: bool
     num_tokens: int  # with a loss
     num_processed: int  # all tokens, without padding
-    num_positions: int  # with padding
+    lengths: tuple[int, ...]  # of samples and padding
     epoch: float
     samples: str  # checksum of the indices of its samples
     seconds: float
@@ -106,7 +106,7 @@ class Stepper:
         progress.losses.append(result.loss)
         return StepRecord(
             step + 1, result.loss, norm, rate, is_skipped, batch.num_tokens, batch.num_processed,
-            batch.num_positions, batch.epoch,
+            batch.lengths, batch.epoch,
             f"{zlib.crc32(repr(tuple(batch.samples)).encode()):08x}", seconds, timeline, loads,
         )  # fmt: skip
 

@@ -217,7 +217,7 @@ class Trainer:
             "seconds": record.seconds, "memory": memory,
             "skipped": self._progress.skipped, "samples": record.samples,
         }  # fmt: skip
-        mfu = self._utilization.compute(record.num_positions, record.seconds)
+        mfu = self._utilization.compute(record.lengths, record.seconds)
         values |= {} if mfu is None else {"mfu": mfu}
         if record.timeline is not None:
             values |= {"idle_fraction": record.timeline.idle_fraction, "bubble": record.timeline.bubble}
