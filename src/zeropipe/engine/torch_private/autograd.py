@@ -205,6 +205,7 @@ def _recomputing_mode(mode: type[Any]) -> type[Any]:
                 return func(*args, **(kwargs or {}))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
+    redirect_to_mode(torch.ops.higher_order.flex_attention, RecomputingMode)
     return RecomputingMode
 
 
