@@ -112,7 +112,7 @@ def measure_ways(args: argparse.Namespace) -> dict[str, tuple[float, float, floa
     schedule = zp.build("dualpipev", ranks=1, microbatches=MICROBATCHES)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float64
     stages = hf_stages(config_of(args), schedule, 0, device=args.device, dtype=dtype)
-    parallelize(stages, mesh, ep=size)
+    parallelize(stages, mesh, ep=size, dispatch=args.dispatch)
     data = data_of(rank, args.tokens, MICROBATCHES, args.device)
     found: dict[str, tuple[float, float, float]] = {}
     first: list[Tensor] = []
@@ -150,8 +150,9 @@ def show_ways(args: argparse.Namespace) -> None:
     link = apart - off
     print(
         f"\n{args.ranks} ranks, ep={args.ranks}, {args.layers} layers, width {args.width}, 4 experts of "
-        f"{args.expert_width}, top 2, {MICROBATCHES} microbatches of {args.tokens} tokens; {overlapped:.0%} of F and B "
-        f"in Overlaps\nthe link adds {1e3 * link:,.0f} ms to {1e3 * off:,.0f} ms"
+        f"{args.expert_width}, top 2, a row for each {args.dispatch}, {MICROBATCHES} microbatches of "
+        f"{args.tokens} tokens; {overlapped:.0%} of F and B in Overlaps\n"
+        f"the link adds {1e3 * link:,.0f} ms to {1e3 * off:,.0f} ms"
     )
     print(f"{'':10} {'ms':>8} {'hidden':>8} {'gradient':>10} {'difference':>12}")
     for way, (seconds, norm, difference) in worst.items():
@@ -237,6 +238,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--part", choices=["plain", "overlaps"], help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, help="only this number of ranks")
+    parser.add_argument("--dispatch", choices=["expert", "process"], default="expert")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--expert-width", type=int, default=32768)
@@ -248,7 +250,7 @@ def main() -> None:
     if args.part == "overlaps":
         show_ways(args)
         return
-    names = ("device", "layers", "width", "expert_width")
+    names = ("device", "dispatch", "layers", "width", "expert_width")
     own = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
     print(f"torch {torch.__version__}, {args.device}", flush=True)
     if args.ranks is None:

@@ -68,20 +68,21 @@ def test_the_order_of_exchanges(ac):
 
 
 COMPILED = [
-    (name, sizes, ac, backend)
+    (name, sizes, ac, dispatch, backend)
     for name, sizes in (("dualpipev", SHARDED), ("dualpipe", REPLICATED), ("1f1b-overlap", {"dp_replicate": 2}))
     for ac in ("none", "full", "selective:op")
+    for dispatch in ("expert", "process")
     for backend in ("aot_eager", None)
 ]
-QUICK_COMPILED = [("1f1b-overlap", {"dp_replicate": 2}, "full", "aot_eager")]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name, sizes, ac, backend", mark_rest_full(COMPILED, QUICK_COMPILED.__contains__), ids=str)
-def test_compiled_blocks_take_turns(name, sizes, ac, backend):
+@pytest.mark.parametrize("name, sizes, ac, dispatch, backend", COMPILED, ids=str)
+def test_compiled_blocks_take_turns(name, sizes, ac, dispatch, backend):
     """Exchanges are operators of a block's one graph. None: inductor."""
     schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=6)
-    options = {"compile": True, "ac": ac, "overlap": "turns"}
+    options = {"compile": True, "ac": ac, "overlap": "turns", "dispatch": dispatch}
     changes = {"num_hidden_layers": schedule.num_stages, "output_router_logits": False}
     group = ranks(math.prod(sizes.values()), PRELOAD if backend else (*PRELOAD, "torch._inductor.compile_fx"))
     args = (schedule, sizes, 2, backend, options, 2, changes, True)
