@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -41,6 +42,18 @@ def test_every_row_travels_once_per_expert_over_its_link(costs):
     assert across.phases.combine.i == pytest.approx(size * 56 / 64 / (50e9 * 0.8))
     machines_of_16 = costs.price_exchanges(costs.setting(ep=64, ac="none"), gpus_per_node=16).kinds["experts"]
     assert machines_of_16.phases.dispatch.f == pytest.approx(size * 48 / 64 / (50e9 * 0.8))
+
+
+def test_a_token_travels_once_per_process():
+    """8 of 128 experts on 8 processes: 5.3 have one of them, counted over random sets."""
+    random = Random(0)
+    sets = [{expert // 16 for expert in random.sample(range(EXPERTS), ACTIVE)} for _ in range(20_000)]
+    expected = sum(map(len, sets)) / len(sets)
+    by_row, by_process = (
+        zp.estimate("qwen3-30b-a3b", ep=8, dispatch=dispatch).settings[0].kinds["experts"].phases.dispatch.f
+        for dispatch in ("expert", "process")
+    )
+    assert by_process / by_row == pytest.approx(expected / ACTIVE, rel=0.01)
 
 
 def test_phases_are_the_times_of_the_layer(costs):
@@ -96,6 +109,7 @@ def test_files_of_costs_have_ep(costs, tmp_path):
         ({"ep": 3}, "ep=3: qwen3-30b-a3b has 128 experts: ep must divide them"),
         ({"ep": 2, "tp": 2}, "ep=2: is estimated with tp=1 only"),
         ({"ep": 2, "imbalance": 0.5}, "imbalance=0.5: must be a number from 1"),
+        ({"ep": 2, "dispatch": "token"}, "dispatch='token': must be 'expert' or 'process'"),
         ({"ep": 0}, "ep=0: must be a positive integer"),
     ],
 )
@@ -173,6 +187,24 @@ def test_the_dry_run_of_a_planned_file_has_its_numbers(tmp_path, monkeypatch, ca
     with_tp = preview(read_run("run.toml", ["--mesh.tp", "2"]))
     assert with_tp.prediction is None
     assert "no prediction with mesh.ep=8 and mesh.tp=2" in with_tp.notes[0]
+
+
+def test_a_planned_file_takes_turns_where_it_has_overlaps(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    args = ["plan", "qwen3-30b-a3b", "--gpus", "16", "--batch", "64", "--ranks", "2", "--ep", "8", "--ac", "full"]
+    args += ["--compile", "--microbatch", "1", "--search-seconds", "0", "--dispatch", "process", "-o", "run.toml"]
+    main([*args, "--schedules", "dualpipev"])
+    capsys.readouterr()
+    text = Path("run.toml").read_text()
+    assert 'overlap = "turns"' in text
+    assert 'dispatch = "process"' in text
+    made = zp.plan(
+        "qwen3-30b-a3b", gpus=16, batch=64, **ALONE, pp=2, ep=8, ac="full", schedules="dualpipev", dispatch="process"
+    )
+    turns, streams = (preview(read_run("run.toml", more)) for more in ([], ["--engine.overlap", "streams"]))
+    assert turns.prediction.step == pytest.approx(made.best.step, rel=0.02)
+    assert streams.prediction.step > 1.05 * turns.prediction.step
+    assert turns.prediction.parts["exchange"] < 0.6 * streams.prediction.parts["exchange"]
 
 
 def test_selective_checkpointing_of_every_nth_layer_prices_exchanges(costs):

@@ -29,6 +29,7 @@ DEFAULT_SEQUENCE, DEFAULT_DTYPE = 4096, "bfloat16"
 @opt.tp
 @opt.ep
 @opt.imbalance
+@opt.dispatch
 @opt.sequence_parallel
 @opt.compile
 @opt.efficiency
@@ -59,7 +60,7 @@ def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **v
         sequence=values["sequence"] or DEFAULT_SEQUENCE, dtype=values["dtype"] or DEFAULT_DTYPE,
         microbatch_size=values["microbatch"] or (1,), tp=values["tp"] or (1,),
         ac=(values["ac"] or "none").split(","), lora=values["lora"], ep=values["ep"] or (1,),
-        imbalance=values["imbalance"],
+        imbalance=values["imbalance"], dispatch=values["dispatch"],
         sequence_parallel=_parallel_values(values["sequence_parallel"], values["tp"] or (1,)),
     )  # fmt: skip
     print_compile_note()

@@ -110,6 +110,10 @@ imbalance = option(
     "--imbalance", type=float, default=1.0, show_default=True,
     help="With ep: rows of experts of the GPU that has most, over the mean.",
 )  # fmt: skip
+dispatch = option(
+    "--dispatch", type=click.Choice(["expert", "process"]), default="expert", show_default=True, field="mesh.dispatch",
+    help="With ep: a token is sent once to each expert of it, or to each process that has some.",
+)  # fmt: skip
 device = option(
     "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, field="engine.device",
     help="Device to run on; auto is a GPU if there is one.",

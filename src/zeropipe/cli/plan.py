@@ -46,6 +46,7 @@ _ESTIMATE_ONLY = ("gpu", "sequence", "dtype", "compile", "efficiency")
 @opt.tp
 @opt.ep
 @opt.imbalance
+@opt.dispatch
 @opt.sequence_parallel
 @opt.microbatch
 @opt.ac
@@ -120,7 +121,7 @@ def _plan_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `zp.plan`."""
     names = (
         "gpus", "gpus_per_node", "memory", "reserve", "batch", "gpu", "compile", "lora", "tp", "ep", "search_seconds",
-        "search_steps", "sequence_parallel", "workers", "imbalance",
+        "search_steps", "sequence_parallel", "workers", "imbalance", "dispatch",
     )  # fmt: skip
     return {
         **{name: values[name] for name in names},

@@ -16,6 +16,7 @@ from zeropipe.estimating.model import Model, ShapedModel, open_model
 from zeropipe.estimating.operators import Sizes
 from zeropipe.estimating.price import Pricing, price_layer
 from zeropipe.sim.layer_costs import BF16_STATE, DTYPE_NAMES, LayerCosts, ParameterBytes, Setting
+from zeropipe.sim.layer_file import DISPATCHES
 
 DTYPES = {"bf16": 2, "float16": 2, "float32": 4}
 
@@ -35,6 +36,7 @@ def estimate(
     lora: int | None = None,
     ep: int | Sequence[int] = 1,
     imbalance: float = 1.0,
+    dispatch: str = "expert",
 ) -> LayerCosts:
     """Estimate the costs of a model's layers from their shapes. `zeropipe profile` measures them.
 
@@ -42,7 +44,8 @@ def estimate(
     plain data. With `lora` the model is frozen, and adapters of that rank are trained. With several microbatch sizes,
     modes or sizes of `tp` the result has a setting for each combination. `sequence_parallel` is for those with a `tp`
     above 1; with (False, True) they are there twice, where it is allowed. `ep` divides experts over so many GPUs, for
-    settings with a `tp` of 1; `imbalance` is the load of the GPU with most rows over the mean.
+    settings with a `tp` of 1; `imbalance` is the load of the GPU with most rows over the mean, `dispatch` whether a
+    token is sent once to each "expert" of it, or to each "process" that has some.
     """
     opened, machine = open_model(model), find_gpu(gpu, efficiency)
     dtype = DTYPE_NAMES.get(str(dtype), dtype)
@@ -55,11 +58,12 @@ def estimate(
     if lora is not None:
         _require_adapters(opened, lora, tp_sizes)
     ep_sizes = _list_integers("ep", ep)
-    _require_experts(opened, ep_sizes, tp_sizes, imbalance, lora)
+    _require_experts(opened, ep_sizes, tp_sizes, imbalance, dispatch, lora)
     settings = [
         _estimate_setting(
             opened, Pricing(machine, dtype, compile, num_shards), mode,
-            Sizes(size * sequence, sequence, DTYPES[dtype], num_shards, is_parallel, num_experts, imbalance), lora,
+            Sizes(size * sequence, sequence, DTYPES[dtype], num_shards, is_parallel, num_experts, imbalance, dispatch),
+            lora,
         )
         for num_shards, is_parallel in _list_shardings(opened, tp_sizes, sequence_parallel, sequence)
         for num_experts in ep_sizes if num_experts == 1 or num_shards == 1
@@ -70,7 +74,7 @@ def estimate(
         state = replace(state, frozen=DTYPES[dtype])
     return LayerCosts(
         opened.name, "estimate", opened.layers, tuple(settings), tied=opened.tied, sequence=sequence, dtype=dtype,
-        lora_rank=lora,
+        lora_rank=lora, dispatch=dispatch,
         link=machine.intra_node_link, inter_node=machine.inter_node_link, state=state,
         machine={
             "gpu": machine.name, "peak_flops": machine.peak_of(dtype), "memory": machine.memory,
@@ -109,11 +113,14 @@ def _require_adapters(model: ShapedModel | CountedModel, rank: int, tp_sizes: li
 
 
 def _require_experts(
-    model: ShapedModel | CountedModel, ep_sizes: list[int], tp_sizes: list[int], imbalance: float, lora: int | None
-) -> None:
+    model: ShapedModel | CountedModel, ep_sizes: list[int], tp_sizes: list[int], imbalance: float, dispatch: str,
+    lora: int | None,
+) -> None:  # fmt: skip
     """ConfigError for sizes of `ep`, or a model, that divided experts are not estimated for."""
     if isinstance(imbalance, bool) or not isinstance(imbalance, (int, float)) or not 1 <= imbalance < inf:
         raise ConfigError(f"imbalance={short(imbalance)}: must be a number from 1, like 1.2")
+    if dispatch not in DISPATCHES:
+        raise ConfigError(f"dispatch={short(dispatch)}: must be {' or '.join(map(repr, DISPATCHES))}")
     if max(ep_sizes) == 1:
         return
     if isinstance(model, CountedModel):
@@ -121,7 +128,7 @@ def _require_experts(
     if 1 not in tp_sizes:
         raise ConfigError(f"ep={max(ep_sizes)}: is estimated with tp=1 only; leave out tp")
     if lora is not None:
-        raise ConfigError(f"ep={max(ep_sizes)}: experts of a model with an adapter (lora) cannot be divided")
+        raise ConfigError(f"ep={max(ep_sizes)}: divided experts beside adapters (lora) are not estimated; leave out ep")
     experts = model.shape.experts
     for ep in ep_sizes:
         if not model.allows_ep(ep):

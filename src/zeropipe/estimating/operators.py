@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import comb
 from typing import Any
 
 from zeropipe.core.model.operators import ADDED, ENDS, Op
@@ -26,6 +27,7 @@ class Sizes:
     sequence_parallel: bool = False
     ep: int = 1
     imbalance: float = 1.0  # rows of the process that gets most over their mean, with ep
+    dispatch: str = "expert"  # a token is sent once to each "expert" of it, or to each "process" that has some
 
     @property
     def outside(self) -> Sizes:
@@ -279,9 +281,18 @@ def _scale_rows(op: Op, factor: float) -> Op:
 
 
 def exchanged_bytes(shape: Shape, sizes: Sizes) -> float:
-    """Bytes of the rows that the GPU with most of them gets in an exchange: a row per token and active expert."""
+    """Bytes of the rows that the GPU with most of them gets in an exchange."""
     assert shape.experts is not None
-    return float(sizes.imbalance * sizes.tokens * shape.experts.num_active * shape.hidden * sizes.element)
+    rows = float(shape.experts.num_active)
+    if sizes.dispatch == "process":
+        rows = _count_processes(shape.experts, sizes.ep)
+    return sizes.imbalance * sizes.tokens * rows * shape.hidden * sizes.element
+
+
+def _count_processes(experts: Experts, ep: int) -> float:
+    """The mean number of processes that have an expert of a token, if all sets of experts are equally likely."""
+    others, active = experts.number - experts.number // ep, experts.num_active
+    return ep * (1 - comb(others, active) / comb(experts.number, active))
 
 
 def _active(op: Op, experts: Experts) -> Op:

@@ -56,6 +56,7 @@ def plan(
     tp: int | Sequence[int] | None = None,
     ep: int | Sequence[int] | None = None,
     imbalance: float = 1.0,
+    dispatch: str = "expert",
     sequence_parallel: bool | None = None,
     microbatch_sizes: int | Sequence[int] | None = None,
     ac: str | Sequence[str] | None = None,
@@ -72,11 +73,12 @@ def plan(
     LayerCosts. `batch` is the number of sequences per step, over all GPUs. `memory` is that of a GPU in bytes, of which
     `reserve` is not used. With `lora` the model is frozen and adapters of that rank are trained. `sequence_parallel` is
     for layouts with a `tp` above 1. `ep` divides experts inside a machine and over all of `dp_shard`; `imbalance` is
-    the load of the GPU with most of their rows over the mean. The default is to try all pipeline, expert-parallel and
-    tensor-parallel sizes, without and with sequence parallelism where the model allows it, microbatches of 1, 2 and 4
-    sequences, ac `none`, `selective:op` and `full` (or the settings of LayerCosts), and all built-in schedules. Then
-    `zp.search` runs for the best rows, for `search_seconds` in all or with `search_steps` each. At most
-    `max_candidates` are simulated, those with the least work. `progress` gets a description and the completed fraction.
+    the load of the GPU with most of their rows over the mean, `dispatch` as in `zp.estimate`. The default is to try all
+    pipeline, expert-parallel and tensor-parallel sizes, without and with sequence parallelism where the model allows
+    it, microbatches of 1, 2 and 4 sequences, ac `none`, `selective:op` and `full` (or the settings of LayerCosts), and
+    all built-in schedules. Then `zp.search` runs for the best rows, for `search_seconds` in all or with `search_steps`
+    each. At most `max_candidates` are simulated, those with the least work. `progress` gets a description and the
+    completed fraction.
     """
     begin, report = monotonic(), progress or (lambda text, fraction: None)
     require_callbacks(progress, workers)
@@ -90,7 +92,8 @@ def plan(
     task = PlanTask.create(
         model, sequence, gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, memory=memory, reserve=reserve, gpu=gpu,
         dtype=dtype, compile=compile, efficiency=efficiency, lora=lora, pp=pp, tp=tp, ep=ep, imbalance=imbalance,
-        sequence_parallel=sequence_parallel, microbatch_sizes=microbatch_sizes, ac=ac, schedules=schedules,
+        dispatch=dispatch, sequence_parallel=sequence_parallel, microbatch_sizes=microbatch_sizes, ac=ac,
+        schedules=schedules,
     )  # fmt: skip
     context, space = task.open()
     every = list_task_runs(task, context, space)

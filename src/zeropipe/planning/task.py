@@ -49,6 +49,7 @@ class PlanTask:
     tp: list[int] | None = None
     ep: list[int] | None = None
     imbalance: float = 1.0
+    dispatch: str = "expert"
     sequence_parallel: bool | None = None
     microbatch_sizes: list[int] | None = None
     ac: list[str] | None = None
@@ -99,6 +100,7 @@ class PlanTask:
             sequence_parallel=self._parallel_values(space),
             ac=[*space.ac, *({"none"} - set(space.ac))],  # "none": the others recompute the rest
             lora=self.lora, ep=space.ep if 1 in space.tp else 1, imbalance=self.imbalance,
+            dispatch=self.dispatch,
         )  # fmt: skip
 
     def _parallel_values(self, space: SearchSpace) -> bool | tuple[bool, ...]:

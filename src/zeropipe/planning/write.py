@@ -10,6 +10,7 @@ from zeropipe.core.files import require_writable, write_whole
 from zeropipe.core.formats.json import to_json
 from zeropipe.core.formats.toml import format_table
 from zeropipe.core.model.configs import find_built_in
+from zeropipe.core.packed import is_joined
 from zeropipe.core.units import count_text, gigabytes
 from zeropipe.planning.result import Plan
 from zeropipe.planning.rows import PlanRow
@@ -72,6 +73,10 @@ def format_run(
     }
     if candidate.layout.ep > 1:
         tables["mesh"]["ep"] = candidate.layout.ep
+        if layer_costs.dispatch != "expert":
+            tables["mesh"]["dispatch"] = layer_costs.dispatch
+        if any(map(is_joined, row.schedule.packed.view)):
+            tables["engine"]["overlap"] = "turns"
     if candidate.layout.sequence_parallel:
         tables["mesh"]["sequence_parallel"] = True
     known = find_built_in(model)

@@ -226,6 +226,7 @@ class LayerCosts:
     sequence: int = 0
     dtype: str = "bf16"
     lora_rank: int | None = None  # of the adapters that are trained instead of the model
+    dispatch: str = "expert"  # with divided experts: a token is sent once to each "expert", or to each "process"
     link: Link = SAME_LINK
     inter_node: Link = SAME_LINK
     sending: float = 0.0

@@ -16,6 +16,7 @@ from zeropipe.sim.phase_costs import layer_to_data, parse_phases
 
 VERSION = 1
 TYPE = "layer costs"
+DISPATCHES = ("expert", "process")
 MAX_NAME_CHARACTERS = 1000
 _MIN_COUNTS = {
     "parameters": 0,
@@ -59,6 +60,8 @@ def to_layer_data(costs: LayerCosts) -> dict[str, Any]:
             del setting["ep"]
     if costs.lora_rank is None:
         del data["lora_rank"]
+    if costs.dispatch == "expert":
+        del data["dispatch"]
     return data
 
 
@@ -79,6 +82,8 @@ def from_layer_data(data: Any, where: str = "costs") -> LayerCosts:
     _require_fields(LayerCosts, values, where)
     if values["source"] not in ("estimate", "profile"):
         raise ConfigError(f'{where}: source={short(values["source"])}: must be "estimate" or "profile"')
+    if values.get("dispatch", "expert") not in DISPATCHES:
+        raise ConfigError(f'{where}: dispatch={short(values["dispatch"])}: must be "expert" or "process"')
     for name in ("layers", "before", "after", "each"):
         if name in values:
             kinds = values[name]

@@ -191,6 +191,7 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
             open_shapes(config), gpu=source, sequence=config.data.sequence, dtype=dtype, ac=config.engine.ac,
             microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile,
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
+            dispatch=config.mesh.dispatch,
         )  # fmt: skip
     costs = load_costs(source)
     if not isinstance(costs, LayerCosts):

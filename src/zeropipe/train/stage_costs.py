@@ -74,6 +74,8 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     if reason := explain_ep(config):
         return reason
     data, engine = config.data, config.engine
+    if config.mesh.ep > 1 and costs.dispatch != config.mesh.dispatch:
+        return f"no prediction: the run has mesh.dispatch={config.mesh.dispatch!r}, the costs {costs.dispatch!r}"
     origin = Origin(
         (), engine.ac, data.microbatch, data.sequence, config.model.dtype, config.mesh.tp, engine.compile,
         config.lora is not None, config.mesh.sequence_parallel,
@@ -101,7 +103,7 @@ def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candi
     return Candidate(
         Layout(problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate, mesh.sequence_parallel, mesh.ep), name,
         problem.stages_per_rank, problem.num_microbatches, config.data.microbatch, config.engine.ac, "",
-        config.engine.shards, turns=False,
+        config.engine.shards, turns=config.engine.overlap == "turns",
     )  # fmt: skip
 
 
