@@ -159,7 +159,7 @@ def on_a_mesh(train: Callable[..., dict[str, float]], schedule: Schedule, *args:
     def counted(self: StoreSplitter, *args: Any) -> None:
         nonlocal moved
         moved += 1
-        with mock.patch.multiple(torch_comm, reduced=alone, gathered=alone, sum_scattered=alone):
+        with mock.patch.multiple(torch_comm, start_reduce=alone, start_gather=alone, start_sum_scatter=alone):
             ahead(self, *args)
 
     def alone(*_: Any) -> Any:

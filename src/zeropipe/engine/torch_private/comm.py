@@ -221,7 +221,7 @@ def finish(pending: Tensor) -> Tensor:
 
 def unflatten(mesh: Any, name: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
     """The mesh with several dimensions in place of one, which share the other dimensions' groups."""
-    return mesh._unflatten(name, sizes, names)
+    return mesh._unflatten(mesh.mesh_dim_names.index(name), sizes, names)  # torch 2.11 takes no name
 
 
 def concatenate(*meshes: Any) -> Any:
