@@ -4,6 +4,7 @@
 - `blocks`: checkpointing and compilation of the transformer blocks in a stage.
 - `backward`: I and W: one backward pass, and the weight-gradient products that it leaves behind; experts.
 - `mesh`: stages sharded over data-parallel processes (FSDP2), and over `tp` and `ep`.
+- `head`: the head of the last stage and its loss as one, in chunks of tokens.
 - `comm`: connections and messages between ranks, heartbeats and errors.
 - `step`: one rank's row of a Program: losses, gradients, the recorded timeline.
 - `engine`, `options`, `setup`: `train_step`, `eval_step` and `forward`, their options and checks.

@@ -19,7 +19,7 @@ from zeropipe.engine import setup
 from zeropipe.engine.backward import gradients
 from zeropipe.engine.backward.linear import find_deferred, update_hooks
 from zeropipe.engine.backward.splitters import Splitter, create_splitter
-from zeropipe.engine.blocks.compiling import set_blocks
+from zeropipe.engine.blocks.compiling import set_blocks, warn_once
 from zeropipe.engine.checkpoint.catalog import EngineView
 from zeropipe.engine.checkpoint.named_weights import named_weights
 from zeropipe.engine.comm.broadcast import broadcast_value
@@ -30,6 +30,8 @@ from zeropipe.engine.comm.faults import PeerLost, is_transport_error
 from zeropipe.engine.comm.heartbeat import BETWEEN_STEPS
 from zeropipe.engine.comm.messages import ShapeCache
 from zeropipe.engine.comm.threads import HelperThread
+from zeropipe.engine.head.fused import fuse_head
+from zeropipe.engine.head.passes import PLAIN, compiled_passes
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.sharded_stage import ShardedStage, is_sharded
 from zeropipe.engine.mesh.vocab_parallel import prepare_output
@@ -37,12 +39,19 @@ from zeropipe.engine.options import Options, require_switch
 from zeropipe.engine.stages.contract import Microbatch, StageInfo
 from zeropipe.engine.step import equal
 from zeropipe.engine.step.agreement import AgreedStep, StepRequest, agree_on_step, hash_state
-from zeropipe.engine.step.cell_runner import Finish, OnInput
+from zeropipe.engine.step.cell_runner import FindTargets, Finish, OnInput
 from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.executor import Executor, ExecutorContext
 from zeropipe.engine.step.executor_cache import ExecutorCache, describe_difference, find_edges
 from zeropipe.engine.step.in_place import StepOutputs, explain_modified
-from zeropipe.engine.step.losses import LossAccumulator, LossFn, StepResult, combine_losses, require_counted
+from zeropipe.engine.step.losses import (
+    LossAccumulator,
+    LossFn,
+    StepResult,
+    combine_losses,
+    find_targets,
+    require_counted,
+)
 from zeropipe.engine.step.recorder import gather_timeline
 from zeropipe.engine.step.sums import GradientSums
 from zeropipe.errors import ConfigError, EngineError
@@ -149,6 +158,15 @@ class Engine:
             self._splitter.prepare(stage.number, stage.module)
             if stage.blocks is not None:
                 set_blocks(stage.blocks, stage.first_layer, compile=self.options.compile, ac=self.options.ac)
+            if self.options.fused_head and stage.number == self.schedule.num_stages - 1:
+                self._fuse_head(stage.module)
+
+    def _fuse_head(self, stage: nn.Module) -> None:
+        """Let the last stage compute its losses in chunks, or say why it does not."""
+        passes = compiled_passes() if self.options.compile else PLAIN
+        reason = fuse_head(stage, passes, in_forward=setup.adds_in_forward(self.schedule, self.rank, self.options))
+        if reason is not None:
+            warn_once(f"the logits of the last stage stay whole: {reason}; fused_head=False silences this")
 
     # steps
 
@@ -172,7 +190,7 @@ class Engine:
                 if self.record:
                     self._begin_recording()
                 on_input = losses.add_input if divides_late else None
-                self._execute(executor, microbatches, step, losses.add, on_input)
+                self._execute(executor, microbatches, step, losses.add, on_input, losses.targets)
                 for shards in self._shards.values():
                     shards.finish()
                 if self.record:
@@ -192,7 +210,7 @@ class Engine:
             self._compare(microbatches)
             losses = LossAccumulator(loss_fn, self._count_microbatches(step), total_count=step.total_count)
             executor = self._executors.get("forward", step.num_microbatches, step.is_uniform)
-            self._execute(executor, microbatches, step, losses.add)
+            self._execute(executor, microbatches, step, losses.add, find_targets=losses.targets)
             self._comm.status.phase = "the sum of losses"
             sums = losses.sums() if self._layout.counts_losses else None
             return combine_losses(self._comm.exchange(sums))[0]
@@ -223,7 +241,7 @@ class Engine:
         with self._guard(), _eval_mode(self.stages.values()):
             self._compare(microbatches)
             executor = self._executors.get("forward", step.num_microbatches, step.is_uniform)
-            self._execute(executor, microbatches, step, add_output)
+            self._execute(executor, microbatches, step, add_output, find_targets=find_targets(post))
             results.check()
             if not broadcast:
                 self._comm.exchange(None)
@@ -421,10 +439,11 @@ class Engine:
         step: AgreedStep,
         finish: Finish,
         on_input: OnInput | None = None,
+        find_targets: FindTargets | None = None,
     ) -> None:
         update_hooks(self._deferred)
         with self._comm.status.executing(executor):
-            executor.run(microbatches, step.kinds, finish, on_input)
+            executor.run(microbatches, step.kinds, finish, on_input, find_targets)
 
     def _begin_recording(self) -> None:
         self._comm.status.phase = "the comparison of clocks"

@@ -30,6 +30,9 @@ class Options:
     `split`: how I and W share the backward: "store", or "whole" (all of it in I).
     `direct_gradients`: full backwards, too, add the weight gradients of linear layers straight to `.grad`. That saves
     a tensor of the weight's size each time; autograd hooks on these weights do not fire.
+    `fused_head`: the last stage of a Hugging Face model computes the losses of CausalLMLoss and LogProbabilities in
+    chunks of tokens, so that logits are never whole in memory. That is verified on a small copy of the model; one whose
+    losses would differ keeps its logits whole, with a warning.
     `dynamic_weights`: a rank that would wait for a message runs pending weight gradients, one product at a time, until
     it has arrived. The schedule's order stays the plan, and gradients stay the same.
     `overlap`: how F and B of an Overlap run together: on two "streams" of a GPU (on a CPU in order), or in "turns":
@@ -51,6 +54,7 @@ class Options:
     ac: str = "none"
     split: str = "store"
     direct_gradients: bool = False
+    fused_head: bool = True
     dynamic_weights: bool = False
     overlap: str = "streams"
     recv_ahead: int = 2

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
-from family_models import EXACT, IS_OF_TABLE, PROMISED, TABLE, models_table, tiny
+from family_models import EXACT, PROMISED, TABLE, Float64, tiny, whole_of
 from stage_models import assert_same_gradients, staged_step
-from torch.overrides import TorchFunctionMode
 from weights_cases import all_stages
 
 import zeropipe as zp
-from zeropipe.engine import CausalLMLoss, hf_model, hf_stages
+from zeropipe.engine import CausalLMLoss, hf_stages
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.engine.stages.packed_attention import find_samples
@@ -20,39 +18,6 @@ from zeropipe.errors import ConfigError
 
 CUTS = {"1f1b": zp.build("1f1b", ranks=3, microbatches=3), "zbv": zp.build("zbv", ranks=2, microbatches=4)}
 LENGTHS = (6, 2, 7)
-
-
-class Float64(TorchFunctionMode):
-    """Some types compute their rotation, their softmax or their routers in float32, whatever the weights are: not here.
-
-    Packed sequences would have other rounding errors than the same ones apart.
-    """
-
-    def __enter__(self):
-        torch.set_default_dtype(torch.float64)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        torch.set_default_dtype(torch.float32)
-        return super().__exit__(*error)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        kwargs = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-
-def whole_of(model_type, seed, dtype=None, **changes):
-    """A small model, or a skipped test where it is refused: only by another transformers than the table's."""
-    try:
-        return hf_model(tiny(model_type, **changes), dtype=dtype, seed=seed)
-    except Exception:
-        row = models_table.row(model_type)
-        if IS_OF_TABLE or row.cut == "exact":
-            raise
-        pytest.skip(f"transformers {transformers.__version__}: {row.cut}")
 
 
 def loss_of(output, batch):

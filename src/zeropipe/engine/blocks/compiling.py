@@ -72,7 +72,7 @@ def _variant(
     wraps_compiled = compile and mode == "full" and (exchanges or not torch_compile.MARKS_REACH_FUNCTIONS)
     forward = block_class.forward if wraps_compiled else add_checkpointing(block_class.forward, mode)
     if compile:
-        forward = _compiled(forward, block_class.__name__, budget, backend)
+        forward = compile_function(forward, block_class.__name__, backend, budget)
     if wraps_compiled:
         torch_tensors.init_gpu()  # inside a checkpoint the compiler must not initialize it
         forward = add_checkpointing(forward, mode)
@@ -83,22 +83,23 @@ def _variant(
     )
 
 
-def _compiled(forward: Callable[..., Any], name: str, budget: float | None, backend: Any = None) -> Callable[..., Any]:
-    compiled = torch.compile(forward, fullgraph=True, backend=checked_backend(backend or inductor_backend(budget)))
+def compile_function(function: Callable[..., Any], name: str, backend: Any = None, budget: float | None = None) -> Any:
+    """Compile a function as one graph; one that cannot be compiled runs as it is, with a warning."""
+    compiled = torch.compile(function, fullgraph=True, backend=checked_backend(backend or inductor_backend(budget)))
     has_failed = False
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal has_failed
         if not has_failed:
             try:
-                return compiled(self, *args, **kwargs)
+                return compiled(*args, **kwargs)
             except Exception as error:
                 if not is_compile_error(error):
                     raise
                 reason = first_line(error)
                 warn_once(f"{name} cannot be compiled as one graph and runs uncompiled: {reason[:MAX_REASON_LENGTH]}")
                 has_failed = True
-        return forward(self, *args, **kwargs)
+        return function(*args, **kwargs)
 
     return run
 

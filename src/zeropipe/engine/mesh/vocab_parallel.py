@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zeropipe.engine.mesh.tp_collectives import Gather, TPGroup, all_reduce, all_reduce_max
+from zeropipe.engine.stages.contract import TokenLosses
 from zeropipe.engine.torch_private.tensors import require_on_device
 
 
@@ -20,13 +21,22 @@ def create_logits_hook(mesh: DeviceMesh) -> Callable[..., Any]:
     """A hook of a last stage that makes its logits, of which this process has some columns, a DTensor."""
 
     def hook(stage: nn.Module, args: Any, output: Any) -> Any:
-        logits, *rest = output if isinstance(output, tuple) else (output,)
-        shape = (*logits.shape[:-1], logits.shape[-1] * mesh.size())
-        stride = torch.empty(shape, device="meta").stride()
-        sharded = DTensor.from_local(logits, mesh, (Shard(-1),), run_check=False, shape=shape, stride=stride)
+        logits, *rest = output if type(output) is tuple else (output,)
+        if isinstance(logits, TokenLosses):
+            return output
+        sharded = shard_logits(logits, mesh)
         return (sharded, *rest) if rest else sharded
 
     return hook
+
+
+def shard_logits(logits: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Logits of which this process has some columns as a DTensor; without a mesh as they are."""
+    if mesh is None:
+        return logits
+    shape = (*logits.shape[:-1], logits.shape[-1] * mesh.size())
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(logits, mesh, (Shard(-1),), run_check=False, shape=shape, stride=stride)
 
 
 def prepare_output(function: Any, output: Any) -> Any:
@@ -60,6 +70,21 @@ def token_losses(logits: Tensor, labels: Tensor, ignore: int = -100) -> Tensor:
     else:
         losses = nn.functional.cross_entropy(flat, targets, ignore_index=ignore, reduction="none")
     return losses.view(labels.shape)
+
+
+def token_entropies(logits: Tensor) -> Tensor:
+    """The entropy of each token's distribution, without a gradient; of full logits or a DTensor like `token_losses`."""
+    shard = (logits.to_local() if isinstance(logits, DTensor) else logits).detach()
+    if shard.dtype in (torch.bfloat16, torch.float16):
+        shard = shard.float()
+    maximum = shard.amax(-1, keepdim=True)
+    group = TPGroup.from_mesh(logits.device_mesh) if isinstance(logits, DTensor) else None
+    maximum = maximum if group is None else all_reduce_max(maximum, group)
+    exponentials = (shard - maximum).exp()
+    weighted = torch.where(exponentials > 0, exponentials * shard, 0)  # 0 * -inf has no value
+    sums = torch.stack([exponentials.sum(-1), weighted.sum(-1)])
+    total, mean = sums if group is None else all_reduce(sums, group)
+    return maximum[..., 0] + total.log() - mean / total
 
 
 class ShardedCrossEntropy(torch.autograd.Function):

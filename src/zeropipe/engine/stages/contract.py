@@ -11,6 +11,7 @@ tied_pairs        (own name, other stage, name there) of each parameter that is 
 summed_over_tp    names of parameters whose gradient is summed over the `tp` dimension of the mesh
 running_state     what its forward has collected while it runs, not to be mixed with what a backward recomputes
 full_names()      own parameter name -> name in the full model, for checkpoints
+fused_head        of a last stage: its forward takes `targets` and then returns TokenLosses instead of logits
 """
 
 from __future__ import annotations
@@ -19,12 +20,27 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from zeropipe.errors import ConfigError
 
 Microbatch = Mapping[str, Any]
 Pick = Callable[[Microbatch], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+class Targets(NamedTuple):
+    """What a last stage computes losses of."""
+
+    labels: Tensor  # of each token, the next one: (sequences, tokens); -1 for none
+    factor: float | None = None  # of each loss in the loss of the step; None: not known before the backward
+    entropies: bool = False
+
+
+class TokenLosses(NamedTuple):
+    """The losses of all tokens but the last of each row, and the entropies of their distributions if requested."""
+
+    losses: Tensor
+    entropies: Tensor | None = None
 
 
 class Tie(NamedTuple):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.stages.contract import Microbatch
+from zeropipe.engine.stages.contract import Microbatch, Targets, TokenLosses
 from zeropipe.engine.stages.cut import StageEnd, StageStart, ZeroWeights, cut_layers
 from zeropipe.engine.stages.families import Family
 from zeropipe.engine.stages.packed_attention import PackedAttention, Samples
@@ -35,6 +36,8 @@ class HFStage(nn.Module):
     """
 
     sequence_shards = 1  # number of processes that share each sequence
+    # computes the losses of `targets` by running the model up to its head; set by the engine
+    fused_head: Callable[[Callable[[], Tensor], Targets], TokenLosses] | None = None
 
     def __init__(
         self,
@@ -189,7 +192,7 @@ class HFStage(nn.Module):
             "sequence_parallel; pad them (attention_mask, labels of -100)"
         )
 
-    def forward(self, *inputs: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor, **kwargs: Any) -> Any:
         router_loss = self._router_loss
         if router_loss is None:
             return self._forward(inputs, **kwargs)
@@ -200,7 +203,7 @@ class HFStage(nn.Module):
         finally:
             logits = router_loss.stop()
         sums = router_loss.add(sums, logits, kwargs.get("attention_mask"))
-        outputs = output if isinstance(output, tuple) else (output,)
+        outputs = output if type(output) is tuple else (output,)
         return (*outputs, router_loss.loss(sums) if self.is_last else sums)
 
     @property
@@ -221,7 +224,7 @@ class HFStage(nn.Module):
         sample_lengths: Tensor | None = None,
         samples: Samples | None = None,
         **kwargs: Any,
-    ) -> Tensor | tuple[Tensor, ...]:
+    ) -> Tensor | TokenLosses | tuple[Tensor, ...]:
         if not self.is_first:
             if not self.layers and not self.is_last:
                 return tuple(inputs) if len(inputs) > 1 else inputs[0]
@@ -238,13 +241,18 @@ class HFStage(nn.Module):
             raise EngineError(f"stage {self.stage} ran past its end: layer {self.layers.stop} was never called")
         return output
 
-    def _run(self, kwargs: dict[str, Any]) -> Tensor:
+    def _run(self, kwargs: dict[str, Any]) -> Tensor | TokenLosses:
         if getattr(self.lm.config, "output_router_logits", False):
             kwargs["output_router_logits"] = False  # RouterLoss collects them on every stage
         if self.head == "lm":
-            return self.lm(use_cache=False, **kwargs).logits
+            targets: Targets | None = kwargs.pop("targets", None)
+            run = partial(self._logits, kwargs)
+            return run() if targets is None or self.fused_head is None else self.fused_head(run, targets)
         hidden = self._base(use_cache=False, **kwargs).last_hidden_state
         return self.score(hidden) if self.is_last else hidden
+
+    def _logits(self, kwargs: dict[str, Any]) -> Tensor:
+        return self.lm(use_cache=False, **kwargs).logits
 
     def full_name(self, name: str) -> str:
         """The name of one of this stage's parameters (or modules) in the full model."""

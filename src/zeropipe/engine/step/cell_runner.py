@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from zeropipe.engine.backward.splitters import BackwardPass
 from zeropipe.engine.comm.channels import Receiver, Sender
 from zeropipe.engine.comm.messages import Message, ShapeCache, Spec, describe_tensors, gradient_key, make_sendable
-from zeropipe.engine.stages.contract import Microbatch, Pick
+from zeropipe.engine.stages.contract import Microbatch, Pick, Targets
 from zeropipe.engine.step import dtensor_messages
 from zeropipe.engine.step.in_place import StageBuffers, require_unmodified
 from zeropipe.engine.torch_private import autograd as torch_autograd
@@ -23,6 +23,7 @@ from zeropipe.errors import EngineError
 Call = Callable[[], None]  # a part of a step
 Finish = Callable[[Any, Microbatch, int], Tensor | None]  # (last stage's output, microbatch, its index) -> loss
 OnInput = Callable[[Tensor], None]
+FindTargets = Callable[[Microbatch], Targets | None]
 
 
 class Cell:
@@ -73,16 +74,25 @@ class CellRunner:
         self._device, self._shapes = device, shapes
 
     def begin(
-        self, microbatches: Sequence[Microbatch], kinds: Sequence[int], finish: Finish, on_input: OnInput | None
+        self,
+        microbatches: Sequence[Microbatch],
+        kinds: Sequence[int],
+        finish: Finish,
+        on_input: OnInput | None,
+        find_targets: FindTargets | None,
     ) -> None:
-        """Start a step. `on_input` is called with each tensor of a microbatch that needs a gradient."""
+        """Start a step. `on_input` is called with each tensor of a microbatch that needs a gradient.
+
+        `find_targets`: what the last stage computes losses of, if its head is fused.
+        """
         self._microbatches, self._kinds, self._finish, self._on_input = microbatches, kinds, finish, on_input
+        self._find_targets = find_targets
         for buffers in self._buffers.values():
             buffers.locate()
 
     def end(self) -> None:
         """Release the caller's data and outputs."""
-        del self._microbatches, self._finish, self._on_input
+        del self._microbatches, self._finish, self._on_input, self._find_targets
 
     def key_of(self, message: Message) -> tuple[bool, int, int]:
         """What the shapes of a message depend on."""
@@ -120,6 +130,9 @@ class CellRunner:
         """Run F."""
         microbatch = self._microbatches[cell.microbatch]
         args, kwargs = cell.pick(microbatch)
+        is_fused = self._find_targets is not None and getattr(cell.module, "fused_head", None) is not None
+        if is_fused and (targets := self._find_targets(microbatch)) is not None:
+            kwargs["targets"] = targets
         if self._on_input is not None:
             for tensor in torch_tensors.tensors_in((args, kwargs)):
                 if tensor.requires_grad:

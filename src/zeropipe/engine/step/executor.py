@@ -22,7 +22,7 @@ from zeropipe.engine.comm.threads import HelperThread
 from zeropipe.engine.mesh.sharded_stage import ShardedStage, UnitReducer
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import Microbatch, StageInfo
-from zeropipe.engine.step.cell_runner import Call, Cell, CellRunner, Finish, OnInput
+from zeropipe.engine.step.cell_runner import Call, Cell, CellRunner, FindTargets, Finish, OnInput
 from zeropipe.engine.step.dynamic import IdleTime, find_movable
 from zeropipe.engine.step.in_place import StageBuffers
 from zeropipe.engine.step.overlaps import take_turns
@@ -125,13 +125,14 @@ class Executor:
         kinds: Sequence[int],
         finish: Finish,
         on_input: OnInput | None = None,
+        find_targets: FindTargets | None = None,
     ) -> None:
         """Run one step. `finish` gets the last stage's outputs and returns what backward starts from.
 
         Microbatches of one kind have the same shapes everywhere in the pipeline. `on_input` is called with the tensors
-        of microbatches that need a gradient, before they get one.
+        of microbatches that need a gradient, before they get one. `find_targets` says what a fused head computes.
         """
-        self._runner.begin(microbatches, kinds, finish, on_input)
+        self._runner.begin(microbatches, kinds, finish, on_input, find_targets)
         self._order.begin()
         self._current = 0
         for cell in self.cells.values():

@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from math import inf, isclose
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from zeropipe.engine.backward.gradients import GradientStash
-from zeropipe.engine.mesh.vocab_parallel import prepare_output, token_losses
+from zeropipe.engine.mesh.vocab_parallel import prepare_output, token_entropies, token_losses
+from zeropipe.engine.stages.contract import Targets, TokenLosses
 from zeropipe.engine.torch_private import autograd as torch_autograd
 from zeropipe.engine.torch_private import tensors as torch_tensors
 from zeropipe.errors import ConfigError
 
+NO_TOKEN = 2**62  # a label outside of every vocabulary
 LossFn = Callable[[Any, Mapping[str, Any]], Any]
 
 
@@ -45,13 +48,15 @@ class CausalLMLoss:
             raise ConfigError(f"a microbatch has {self.labels} that are a {type(labels).__name__}: must be a Tensor")
         return int((labels[..., 1:] != self.ignore).sum())
 
-    def __call__(
-        self, output: Tensor | tuple[Tensor, Tensor], microbatch: Mapping[str, Any]
-    ) -> tuple[Tensor, int | Tensor]:
-        logits, extra = output if isinstance(output, tuple) else (output, None)
-        labels = _labels(logits, microbatch, self.labels)
-        total = token_losses(logits[..., :-1, :], labels, self.ignore).sum()
-        count = (labels != self.ignore).sum()
+    def targets(self, microbatch: Mapping[str, Any]) -> Targets:
+        """What a fused head computes losses of."""
+        return Targets(_next_tokens(microbatch, self.labels, self.ignore))
+
+    def __call__(self, output: Any, microbatch: Mapping[str, Any]) -> tuple[Tensor, int | Tensor]:
+        found, extra = output if type(output) is tuple else (output, None)
+        losses = _losses(found, microbatch, self.labels, self.ignore).losses
+        count = (microbatch[self.labels][..., 1:] != self.ignore).sum()
+        total = losses.sum()
         return total if extra is None else total + extra * count.to(extra.device), count
 
 
@@ -59,29 +64,65 @@ class CausalLMLoss:
 class LogProbabilities:
     """The log-probability of each label of a microbatch, (batch, tokens - 1): 0 where the label is `ignore`.
 
-    For `Engine.forward(post=LogProbabilities())`: logits that are sharded over the vocabulary are never gathered. In a
-    loss of your own, `token_losses(logits, labels)` is its negative for labels that you have shifted yourself; a loss
-    with `takes_pieces = True` gets sharded logits, any other gets full ones.
+    For `Engine.forward(post=LogProbabilities())`: logits that are sharded over the vocabulary are never gathered. With
+    `entropies` the result is (log-probabilities, the entropy of each token's distribution). In a loss of your own,
+    `token_losses(logits, labels)` is its negative for labels that you have shifted yourself; a loss with
+    `takes_pieces = True` gets sharded logits, any other gets full ones.
     """
 
     labels: str = "labels"
     ignore: int = -100
+    entropies: bool = False
     takes_pieces: ClassVar[bool] = True
 
-    def __call__(self, output: Tensor | tuple[Tensor, Tensor], microbatch: Mapping[str, Any]) -> Tensor:
-        logits = output[0] if isinstance(output, tuple) else output
-        return -token_losses(logits[..., :-1, :], _labels(logits, microbatch, self.labels), self.ignore)
+    def targets(self, microbatch: Mapping[str, Any]) -> Targets:
+        """What a fused head computes losses of."""
+        return Targets(_next_tokens(microbatch, self.labels, self.ignore), entropies=self.entropies)
+
+    def __call__(self, output: Any, microbatch: Mapping[str, Any]) -> Any:
+        found = output[0] if type(output) is tuple else output
+        losses, entropies = _losses(found, microbatch, self.labels, self.ignore, self.entropies)
+        return -losses if entropies is None else (-losses, entropies)
+
+
+def _losses(
+    found: Tensor | TokenLosses, microbatch: Mapping[str, Any], name: str, ignore: int, entropies: bool = False
+) -> TokenLosses:
+    """The losses of all tokens but the last of each row: of a fused head, or of logits."""
+    if isinstance(found, TokenLosses):
+        return found
+    labels, logits = _labels(found, microbatch, name), found[..., :-1, :]
+    return TokenLosses(token_losses(logits, labels, ignore), token_entropies(logits) if entropies else None)
 
 
 def _labels(logits: Tensor, microbatch: Mapping[str, Any], name: str) -> Tensor:
     """The labels of all tokens but the first: the targets of the tokens before them."""
-    labels = microbatch[name]
-    if labels.shape != logits.shape[:-1]:
+    return _require_shape(microbatch[name], logits.shape[:-1], name, "logits")[..., 1:]
+
+
+def _require_shape(labels: Tensor, shape: Sequence[int], name: str, of: str) -> Tensor:
+    if tuple(labels.shape) != tuple(shape):
         raise ConfigError(
-            f"a microbatch has {name} of {tuple(labels.shape)} for logits of {tuple(logits.shape[:-1])} tokens: must "
-            "have a label for each token, not shifted"
+            f"a microbatch has {name} of {tuple(labels.shape)} for {of} of {tuple(shape)} tokens: must have a label "
+            "for each token, not shifted"
         )
-    return labels[..., 1:]
+    return labels
+
+
+def _next_tokens(microbatch: Mapping[str, Any], name: str, ignore: int) -> Tensor:
+    """The label of the token after each one, -1 for none; an invalid label stays outside of every vocabulary."""
+    labels = _require_shape(microbatch[name], microbatch["input_ids"].shape, name, "input_ids").long()
+    valid = torch.where(labels < 0, NO_TOKEN, labels)
+    following = torch.where(labels == ignore, -1, valid)[..., 1:]
+    return nn.functional.pad(following, (0, 1), value=-1)
+
+
+def find_targets(loss_fn: Any) -> Callable[[Mapping[str, Any]], Targets] | None:
+    """The function that says what a fused head computes; None for a loss of logits, also one that inherits it."""
+    for kind in type(loss_fn).__mro__:
+        if "__call__" in vars(kind):
+            return loss_fn.targets if "targets" in vars(kind) else None
+    return None
 
 
 @dataclass
@@ -125,6 +166,11 @@ class LossAccumulator:
                 self.add_input(leaf)
             return loss
         return loss / (self.total_count or 1.0)
+
+    def targets(self, microbatch: Mapping[str, Any]) -> Targets | None:
+        """What a fused head computes of a microbatch; None where the loss is of logits."""
+        find = find_targets(self.loss_fn)
+        return find and find(microbatch)._replace(factor=1 / self.total_count if self.total_count else None)
 
     def add_input(self, tensor: Tensor) -> None:
         """Register a tensor that is no parameter of a stage, before a gradient of this step reaches it."""

@@ -147,6 +147,15 @@ def _fix_attention_dtype() -> None:
     torch._subclasses.FakeTensorMode.cache_clear()  # of earlier traces
 
 
+def mark_dynamic_rows(*tensors: Tensor) -> None:
+    """Let a compiled function run with any number of rows of these tensors, without a graph for each."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    for tensor in tensors:
+        if len(tensor) > 1:  # a number of 1 has a graph of its own
+            maybe_mark_dynamic(tensor, 0)
+
+
 def is_compiling() -> bool:
     """Whether torch.compile runs in this process, in any thread."""
     module = sys.modules.get("torch._dynamo.callback")  # missing: nothing was compiled yet

@@ -161,6 +161,9 @@ class EngineTable(Table):
         default=None,
         description="Full backwards (B), too, add weight gradients directly to `.grad`. Default: on a GPU.",
     )
+    fused_head: Flag = Field(
+        default=True, description="Compute the loss in chunks of tokens, so that logits are never whole in memory."
+    )
     shards: Literal["keep", "regather"] = Field(
         default="keep", description="Gather sharded weights once per step, or again for every microbatch."
     )
