@@ -30,7 +30,7 @@ from torch.nn import functional
 from zeropipe.engine.backward.store import WeightStore
 from zeropipe.engine.head.cross_entropy import ChunkedCrossEntropy, HeadCall
 from zeropipe.engine.head.logits import LogitsRule
-from zeropipe.engine.head.passes import PLAIN, Passes, compiled_passes
+from zeropipe.engine.head.passes import PLAIN, ChunkPasses, compiled_passes
 
 Step = Callable[[], Tensor]  # forward and backward; returns the loss
 MAX_ERROR = 2e-2  # of a gradient in 16 bits
@@ -93,7 +93,7 @@ def ways_of(problem: Problem, device: str) -> dict[str, Step]:
 
         return step
 
-    def ours(passes: Passes, in_forward: bool) -> Step:
+    def ours(passes: ChunkPasses, in_forward: bool) -> Step:
         store = WeightStore()
         call = HeadCall(
             LogitsRule(), passes, (problem.weight,), factor=1 / problem.count, in_forward=in_forward

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeropipe.core.action import Kind, Overlap
+from zeropipe.core.action import Kind
 from zeropipe.core.check import check
 from zeropipe.core.packed import is_joined, kind_of
 from zeropipe.core.schedule import Schedule, require_schedule
@@ -154,6 +154,16 @@ def leaves_weights(schedule: Schedule, rank: int, options: Options) -> bool:
     return takes_turns or any(kind_of(code) == Kind.I for code in row)
 
 
+def adds_in_forward(schedule: Schedule, rank: int, options: Options) -> bool:
+    """Whether F of a last stage may add the weight gradients of its head.
+
+    Not where they are left to W, nor where an F runs beside a B, which may add to the same tied weight.
+    """
+    if any(map(is_joined, schedule.packed.row(rank))):
+        return False
+    return options.split == "whole" or not leaves_weights(schedule, rank, options)
+
+
 def choose_device(device: torch.device | str | None, stages: Mapping[int, nn.Module]) -> torch.device:
     """The device passed, or that of the stages' parameters; a GPU becomes the current device."""
     found = parse_device(device) if device is not None else _first_device(stages)
@@ -170,12 +180,3 @@ def _first_device(stages: Mapping[int, nn.Module]) -> torch.device:
 
 def _class_names(module: nn.Module) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__}
-
-
-def adds_in_forward(schedule: Schedule, rank: int, options: Options) -> bool:
-    """Whether F of a last stage may add the weight gradients of its head.
-
-    Not where they are left to W, nor where an F runs beside a B, which may add to the same tied weight.
-    """
-    has_overlaps = any(isinstance(step, Overlap) for step in schedule.rows[rank])
-    return not has_overlaps and not (options.split == "store" and has_split_backward(schedule, rank))

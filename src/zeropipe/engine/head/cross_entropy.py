@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zeropipe.engine.backward.products import Product
 from zeropipe.engine.backward.store import store_or_run
 from zeropipe.engine.head.logits import LogitsRule
-from zeropipe.engine.head.passes import Passes, widen
+from zeropipe.engine.head.passes import ChunkPasses, widen
 from zeropipe.engine.mesh.tp_collectives import TPGroup
 from zeropipe.engine.torch_private.autograd import without_autocast
 from zeropipe.engine.torch_private.tensors import require_on_device
@@ -42,7 +42,7 @@ class HeadCall:
     """
 
     rule: LogitsRule
-    passes: Passes
+    passes: ChunkPasses
     parameters: tuple[nn.Parameter, ...]
     group: TPGroup | None = None
     entropy: bool = False

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.head.cross_entropy import ChunkedCrossEntropy, HeadCall
 from zeropipe.engine.head.logits import LogitsRule
-from zeropipe.engine.head.passes import PLAIN, Passes
+from zeropipe.engine.head.passes import PLAIN, ChunkPasses
 from zeropipe.engine.head.terms import head_terms, own_layer, refuse_head
 from zeropipe.engine.mesh.tp_collectives import TPGroup
 from zeropipe.engine.mesh.vocab_parallel import shard_logits, token_entropies, token_losses
@@ -39,7 +39,7 @@ class FusedHead:
     `in_forward`: F makes the weight gradients, too, wherever the loss says beforehand how it uses each token's.
     """
 
-    def __init__(self, lm: Any, rule: LogitsRule, passes: Passes = PLAIN, *, in_forward: bool = False) -> None:
+    def __init__(self, lm: Any, rule: LogitsRule, passes: ChunkPasses = PLAIN, *, in_forward: bool = False) -> None:
         self._lm, self._head = lm, lm.get_output_embeddings()
         self._rule, self._passes, self._in_forward = rule, passes, in_forward
         self._is_running = False
@@ -206,7 +206,7 @@ def _has_same_losses(stage: HFStage, rule: LogitsRule) -> bool:
     )  # fmt: skip
 
 
-def fuse_head(stage: nn.Module, passes: Passes, *, in_forward: bool) -> str | None:
+def fuse_head(stage: nn.Module, passes: ChunkPasses, *, in_forward: bool) -> str | None:
     """Let a last stage compute its losses in chunks; returns why it cannot, or None."""
     if not isinstance(stage, HFStage) or not stage.is_last:
         return None

@@ -32,7 +32,7 @@ class RowStatistics(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Passes:
+class ChunkPasses:
     """The two passes over a chunk, compiled or not."""
 
     measure: Measure
@@ -77,11 +77,11 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-PLAIN = Passes(measure, write_gradient)
+PLAIN = ChunkPasses(measure, write_gradient)
 
 
 @cache
-def compiled_passes(backend: Any = None) -> Passes:
+def compiled_passes(backend: Any = None) -> ChunkPasses:
     """The passes as one kernel each, for any number of rows. `backend` is for tests (default: inductor)."""
     fast_measure = compile_function(measure, "the loss of a head", backend)
     fast_gradient = compile_function(write_gradient, "the gradient of a head's loss", backend)
@@ -94,4 +94,4 @@ def compiled_passes(backend: Any = None) -> Passes:
         mark_dynamic_rows(products, column, logsumexp, factor)
         fast_gradient(products, column, logsumexp, factor, rule)
 
-    return Passes(run_measure, run_gradient)
+    return ChunkPasses(run_measure, run_gradient)
