@@ -10,7 +10,7 @@ SRC = Path(__file__).parent.parent / "src" / "zeropipe"
 # by package ("" is all of them): names of files, classes and functions that are gone
 REPLACED = {
     "": """
-        nursery bear _born _live Told told Team HasTeam Opened open_step KindBook unsaid speaks stayed ChunkPasses Executors
+        nursery bear _born _live Told told Team HasTeam Opened open_step KindBook unsaid speaks stayed Passes Executors
         Gauge Actor Whole Undrawn unset chance prove uncovered Workshop Hunt _Leg Judge climb Asked Few few ordering
         laps crossing Bed growing rings pen anyhow likely live_on INSIDE apart reality tries sifted AsRun _told
         Wanted Beside Kept Sole Taken _sow require_sense Hand Here Meeting Refused Seen Watched Ran MOST
