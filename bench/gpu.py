@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -325,9 +326,28 @@ class tracing:
                 (e for e in events if e.device_type.name == "CUDA"), key=lambda e: -e.self_device_time_total
             )
             busy = sum(e.self_device_time_total for e in kernels) / 1e3
-            lines = [f"kernels {busy:.1f} ms"]
+            lines = [f"kernels {busy:.1f} ms", *find_gaps(self._profile)]
             lines += [f"{e.self_device_time_total / 1e3:9.2f} ms {e.count:6} {e.key[:130]}" for e in kernels[:45]]
             Path(self._path).write_text("\n".join(lines) + "\n")
+
+
+def find_gaps(profile: Any) -> list[str]:
+    """The time between kernels, and the kernels before and after the longest gaps."""
+    kernels = sorted(
+        (e for e in profile.events() if e.device_type.name == "CUDA"), key=lambda e: e.time_range.start
+    )  # fmt: skip
+    total, gaps, end = 0.0, dict[tuple[str, str], list[float]](), kernels[0].time_range.start
+    for before, after in pairwise(kernels):
+        end = max(end, before.time_range.end)
+        gap = after.time_range.start - end
+        if gap > 0:
+            total += gap
+            gaps.setdefault((before.name[:60], after.name[:60]), []).append(gap)
+    longest = sorted(gaps.items(), key=lambda item: -sum(item[1]))[:12]
+    return [f"gaps {total / 1e3:.1f} ms"] + [
+        f"{sum(found) / 1e3:9.2f} ms {len(found):6} longest {max(found):.0f} us: {before} | {after}"
+        for (before, after), found in longest
+    ]
 
 
 def main() -> None:
