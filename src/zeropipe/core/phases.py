@@ -38,6 +38,13 @@ class LayerPhases(NamedTuple):
 StagePhases = tuple[LayerPhases, ...]  # of the layers of a stage, in order
 
 
+class Phases(NamedTuple):
+    """The phases of the layers of each stage, and the part of a GPU that an exchange under way takes."""
+
+    stages: tuple[StagePhases, ...]
+    sm_tax: float = 0.0
+
+
 class PhaseSpan(NamedTuple):
     """One phase in time, from the start of the step that it belongs to."""
 

@@ -8,9 +8,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zeropipe.core import notebook
-from zeropipe.core.action import Action
+from zeropipe.core.action import Action, Kind
 from zeropipe.core.jit import Floats, Ints, arrays
+from zeropipe.core.overlap import walk_step
 from zeropipe.core.packed import decode, is_joined
+from zeropipe.core.phases import Phases, PhaseSpan
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.units import percent, size_text, time_text
@@ -69,6 +71,7 @@ class Timeline:
     blocking_ends: bool = False  # the same in warm-up and cool-down only
     sharding: Sharding | None = None  # gathers and reductions of sharded stages
     origin: Origin | None = None  # of a recorded run, if known
+    phases: Phases | None = None  # of the layers of each stage, if they are known
 
     @property
     def num_ranks(self) -> int:
@@ -97,6 +100,18 @@ class Timeline:
             else:
                 yield (span,) if forward is None else (forward, span)
                 forward = None
+
+    def phase_spans(self, step: tuple[Span, ...]) -> Iterator[PhaseSpan]:
+        """The phases in time of a step; what it has beside its layers comes before an embedding's or after a head's."""
+        if self.phases is None:
+            return
+        actions = tuple(span.action for span in step)
+        spans = walk_step(self.phases, actions)
+        rest = max(0.0, step[0].end - step[0].start - max((span.end for span in spans), default=0.0))
+        last = self.schedule.num_stages - 1
+        is_first = any(stage == (0 if kind is Kind.F else last) for stage, kind, _ in actions)
+        begin = step[0].start + (rest if is_first else 0.0)
+        yield from (span._replace(start=begin + span.start, end=begin + span.end) for span in spans)
 
     def sharding_spans(self, rank: int) -> Iterator[Span]:
         """The gathers and reductions of `rank`, in order."""

@@ -3,7 +3,6 @@
 costs          Costs: times, messages and memory of stages
 costs_file     costs files
 phase_costs    the phases of layers, from which the time of an Overlap follows
-overlap        the phases of an Overlap in time
 tables         costs as arrays, for the kernels
 simulate       Schedule + Costs -> Timeline
 fill           run weight gradients in idle time

@@ -10,6 +10,7 @@ from zeropipe.core.deadlock import build_deadlock_error
 from zeropipe.core.jit import Arrays, Floats, Ints, arrays
 from zeropipe.core.needs import Dependencies, build_dependencies, copy_offset, find_nonblocking_actions, message_index
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
+from zeropipe.core.phases import Phases
 from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.core.shard_actions import with_shards
 from zeropipe.core.shard_timeline import extract_sharding
@@ -118,6 +119,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         blocking=costs.blocking,
         blocking_ends=costs.blocking_ends,
         sharding=sharding,
+        phases=None if costs.phases is None else Phases(tuple(costs.stage_phases(schedule.num_stages)), costs.sm_tax),
     )
 
 

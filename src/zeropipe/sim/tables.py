@@ -7,11 +7,11 @@ from typing import NamedTuple
 from zeropipe.core.action import B, F
 from zeropipe.core.jit import Arrays, Floats, Ints
 from zeropipe.core.needs import number_edges
+from zeropipe.core.overlap import saved_time
 from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.phases import StagePhases
 from zeropipe.core.schedule import Schedule
 from zeropipe.sim.costs import SHARD_COLUMNS, WORKSPACES, Costs
-from zeropipe.sim.overlap import saved_time
 
 
 class CostTables(NamedTuple):

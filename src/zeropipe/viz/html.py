@@ -18,8 +18,8 @@ from zeropipe.viz.style import PageStyle
 from zeropipe.viz.words import one_line
 
 # in the order of their imports: each file uses only those before it
-MODULES = ("units.js", "data.js", "view.js", "shapes.js", "bands.js", "rows.js", "memory.js", "lane.js", "causes.js",
-           "explain.js", "overlay.js", "panel.js", "legend.js", "summary.js", "input.js", "viewer.js",
+MODULES = ("units.js", "data.js", "view.js", "shapes.js", "bands.js", "phases.js", "rows.js", "memory.js", "lane.js",
+           "causes.js", "explain.js", "overlay.js", "panel.js", "legend.js", "summary.js", "input.js", "viewer.js",
            "charts.js")  # fmt: skip
 
 _PAGE = """<!doctype html>

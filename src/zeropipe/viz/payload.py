@@ -27,6 +27,7 @@ from zeropipe.viz.lanes import lane
 from zeropipe.viz.words import one_line
 
 TICKS = 2**31 - 1  # times are whole ticks below this
+MAX_PHASED_STEPS = 512  # different steps whose phases are shown
 
 
 def payload(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
@@ -72,11 +73,25 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "memoryLimit": timeline.memory_limit,
         "overLimit": list(timeline.over_limit),
         "message": explain.find_reasons(timeline).message,
+        **({"phases": _phases(timeline)} if timeline.phases else {}),
         "laneOffsets": list(timeline.sharding.packed.offsets) if timeline.sharding else None,
         "columns": {name: column.dtype.str[1:] for name, column in columns.items()},
         "lengths": [len(column) for column in columns.values()],
         "data": _pack(columns.values()),
     }
+
+
+def _phases(timeline: Timeline) -> dict[str, list[list[Any]]]:
+    """The phases of each kind of step by its stages and kinds, like `0F 3B`: kind, name, is an exchange, start, end."""
+    found: dict[str, list[list[Any]]] = {}
+    for step in (step for rank in range(timeline.num_ranks) for step in timeline.steps(rank)):
+        key = " ".join(f"{span.action.stage}{span.action.kind.name}" for span in step)
+        if key not in found and len(found) < MAX_PHASED_STEPS:
+            found[key] = [
+                [one.kind.name, one.phase, one.is_exchange, one.start - step[0].start, one.end - step[0].start]
+                for one in timeline.phase_spans(step) if one.end > one.start
+            ]  # fmt: skip
+    return found
 
 
 def _tick_of(makespan: float) -> float:

@@ -1,7 +1,8 @@
 """Timelines as a trace that Perfetto and chrome://tracing open.
 
 One process per timeline, one track per rank, a flow arrow per message between ranks, a memory counter per rank; if
-stages are sharded, a second track per rank for its gathers and reductions. Times are microseconds; in a
+stages are sharded, a second track per rank for its gathers and reductions; if its phases are known, one for its
+computations and one for its exchanges. Times are microseconds; in a
 timeline with another unit, one unit is a millisecond. A trace of one timeline also contains the timeline's own JSON,
 which `zp.from_json` reads.
 """
@@ -68,6 +69,7 @@ def _trace_events(timelines: Iterable[Timeline]) -> Iterator[Event]:
         yield from _names(timeline, n + 1)
         yield from _slices(timeline, model, slices)
         yield from _moves(timeline, n + 1, factor)
+        yield from _phases(timeline, n + 1, factor)
         for arrow in _arrows(timeline, slices, arrows):
             arrows = arrow["id"]
             yield arrow
@@ -85,6 +87,23 @@ def _names(timeline: Timeline, process: int) -> Iterator[Event]:
             track = {**track, "tid": timeline.num_ranks + rank + 1}
             yield {**track, "name": "thread_name", "args": {"name": f"rank {rank} weights and gradients"}}
             yield {**track, "name": "thread_sort_index", "args": {"sort_index": 2 * rank + 1}}
+
+
+def _phases(timeline: Timeline, process: int, factor: float) -> Iterator[Event]:
+    """The phases of layers, on two more tracks of each rank: computations, and exchanges."""
+    for rank in range(timeline.num_ranks) if timeline.phases else ():
+        tracks = [(2 + n) * timeline.num_ranks + rank + 1 for n in range(2)]
+        for track, name in zip(tracks, ("phases", "exchanges"), strict=True):
+            named = {"ph": "M", "pid": process, "tid": track}
+            yield {**named, "name": "thread_name", "args": {"name": f"rank {rank} {name}"}}
+            yield {**named, "name": "thread_sort_index", "args": {"sort_index": 2 * rank + 1}}
+        for step in timeline.steps(rank):
+            for span in timeline.phase_spans(step):
+                start, end = (round(time * factor, 3) for time in (span.start, span.end))
+                if end > start:
+                    yield {"ph": "X", "name": str(span), "cat": "exchange" if span.is_exchange else "phase",
+                           "pid": process, "tid": tracks[span.is_exchange], "ts": start,
+                           "dur": round(end - start, 3), "args": {"layer": span.layer}}  # fmt: skip
 
 
 def _moves(timeline: Timeline, process: int, factor: float) -> Iterator[Event]:

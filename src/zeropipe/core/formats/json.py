@@ -14,6 +14,7 @@ from zeropipe.core.complete import check_actions
 from zeropipe.core.formats.parse import parse_json, require_text
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.packed import PackedRows, pack
+from zeropipe.core.phases import LayerPhases, Phases, PhaseTimes
 from zeropipe.core.placement import Placement, Problem, match_placement, require_num_actions, require_placement
 from zeropipe.core.schedule import Rows, Schedule, require_schedule
 from zeropipe.core.shard_timeline import Sharding
@@ -137,6 +138,7 @@ def _timeline_to_data(timeline: Timeline) -> dict[str, Any]:
         "memory": memory and {"during": _floats(memory.during), "after": _floats(memory.after)},
         "sharding": timeline.sharding and _sharding_to_data(timeline.sharding),
         "origin": timeline.origin and asdict(timeline.origin),
+        **({} if timeline.phases is None else {"phases": timeline.phases._asdict()}),
     }
 
 
@@ -164,6 +166,7 @@ def _parse_timeline(data: dict[str, Any]) -> Timeline:
         blocking_ends=bool(data.get("blocking_ends")),
         sharding=_parse_sharding(data["sharding"], schedule) if data.get("sharding") else None,
         origin=_parse_origin(data["origin"], schedule.num_stages) if data.get("origin") else None,
+        phases=_parse_phases(data["phases"], schedule.num_stages) if data.get("phases") else None,
     )
     for rank in range(schedule.num_ranks):
         previous = -inf
@@ -207,6 +210,17 @@ def _parse_sharding(data: dict[str, Any], schedule: Schedule) -> Sharding:
     if any(a > b for a, b in zip(memoryview(start).cast("d"), memoryview(end).cast("d"), strict=True)):
         raise ScheduleError("sharding has an action that ends before it starts")
     return Sharding(packed, start, end, size, _positive_integer(data, "units"))
+
+
+def _parse_phases(data: dict[str, Any], num_stages: int) -> Phases:
+    """The phases of each stage: lists of layers, each with F, I and W of its phases."""
+    stages = tuple(
+        tuple(LayerPhases(*(PhaseTimes(*times) for times in layer)) for layer in stage) for stage in data["stages"]
+    )
+    tax, times = data["sm_tax"], [time for stage in stages for layer in stage for phase in layer for time in phase]
+    if len(stages) != num_stages or not all(0 <= time < inf for time in times) or not 0 <= tax < 1:
+        raise ScheduleError("phases must have F, I and W of four phases for the layers of each stage, and sm_tax")
+    return Phases(stages, tax)
 
 
 def _parse_origin(data: Any, num_stages: int) -> Origin:

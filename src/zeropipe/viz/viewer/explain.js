@@ -4,6 +4,7 @@ import { meaningOf } from "./causes.js";
 import { firstAbove, nameOf, stepOf } from "./data.js";
 import { describePiece, heldFrom, reducedAt } from "./lane.js";
 import { levelAt } from "./memory.js";
+import { phasesOf } from "./phases.js";
 import { percentText, sizeText, timeText } from "./units.js";
 
 const [WARM_UP, WAITING, COMMUNICATION, COOL_DOWN, OTHER, SHARDING] = [0, 1, 2, 3, 4, 5]; // places in payload.causes and .idle
@@ -68,6 +69,8 @@ function describeBox(timeline, i, kinds) {
   if (step.length > 1) lines.push(["together with", nameOf(timeline, step[0] === i ? step[1] : step[0])]);
   lines.push(["waited for", waitText(timeline, i, text)]);
   if (timeline.during) lines.push(["memory", sizeText(timeline.during[i], timeline.memoryUnit)]);
+  const exchanged = phasesOf(timeline, i).filter(({ exchanges }) => exchanges).reduce((sum, { from, to }) => sum + to - from, 0);
+  if (exchanged) lines.push(["exchanges", text(exchanged)]);
   return { title: `${nameOf(timeline, i)} ${name}`, box: i, lines };
 }
 

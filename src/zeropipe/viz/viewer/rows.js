@@ -2,6 +2,7 @@
 
 import { Strip, isNarrow, scanRow } from "./bands.js";
 import { LOWER, UPPER } from "./data.js";
+import { paintPhases } from "./phases.js";
 
 const SMALLEST = 8; // CSS pixels of a label's font
 const LARGEST = 13;
@@ -32,6 +33,7 @@ export function paintRows(context, timeline, sums, paint, view, layout, scale, l
     bands ||= strip.used;
   }
   paintBoxes(context, timeline, paint, view, layout, boxes);
+  for (const i of boxes) if (paint.shown(timeline.kind[i])) paintPhases(context, timeline, i, paint, view, boxAt(timeline, i, view, layout));
   if (labels !== "none") paintLabels(context, timeline, paint, view, layout, boxes, labels);
   return { drawn: boxes.length, bands };
 }

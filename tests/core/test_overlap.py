@@ -9,11 +9,11 @@ from reference_simulator import reference_simulate
 import zeropipe as zp
 from zeropipe.core import jit
 from zeropipe.core.action import Kind
+from zeropipe.core.overlap import ORDER, Part, divide_lanes, find_best_order, saved_time, walk_pair, walk_stages
 from zeropipe.core.phases import EXCHANGES, PHASES, LayerPhases, PhaseTimes
 from zeropipe.searching.bounds.lower_bound import lower_bound
 from zeropipe.searching.task import SearchTask
 from zeropipe.sim.costs_file import costs_from_data, costs_to_data, load_costs
-from zeropipe.sim.overlap import ORDER, Part, divide_lanes, find_best_order, saved_time, walk_pair, walk_stages
 
 # DeepSeek's profile of DualPipe (github.com/deepseek-ai/profile-data): ms per layer, and of a pair as one step
 DEEPSEEK = LayerPhases(

@@ -15,8 +15,8 @@ from functools import cache, lru_cache
 from itertools import permutations
 from typing import NamedTuple
 
-from zeropipe.core.action import Kind
-from zeropipe.core.phases import EXCHANGES, PHASES, LayerPhases, PhaseSpan, StagePhases
+from zeropipe.core.action import Action, Kind
+from zeropipe.core.phases import EXCHANGES, PHASES, LayerPhases, Phases, PhaseSpan, StagePhases
 from zeropipe.errors import ConfigError
 
 
@@ -119,6 +119,25 @@ def walk_stages(
         spans = tuple(walk_alone(layer, alone, n))
         yield from _shift(spans, now)
         now += spans[-1].end
+
+
+def walk_step(phases: Phases, actions: Sequence[Action]) -> tuple[PhaseSpan, ...]:
+    """The phases in time of an action, or of the two of an Overlap, from its start; none of a W alone."""
+    return _walk_step(phases, tuple((action.stage, action.kind) for action in actions))
+
+
+@lru_cache(_CACHED)
+def _walk_step(phases: Phases, actions: tuple[tuple[int, Kind], ...]) -> tuple[PhaseSpan, ...]:
+    sides = {kind is Kind.F: (phases.stages[stage], kind) for stage, kind in actions}
+    if len(sides) == 2:
+        (forward, _), (backward, kind) = sides[True], sides[False]
+        return tuple(walk_stages(forward, backward, has_w=kind is Kind.B, sm_tax=phases.sm_tax))
+    (layers, kind) = next(iter(sides.values()))
+    if kind is Kind.F:
+        return tuple(walk_stages(layers, ()))
+    if kind is Kind.W:
+        return ()
+    return tuple(walk_stages((), layers, has_w=kind is Kind.B))
 
 
 def walk_alone(layer: LayerPhases, kinds: Sequence[Kind], number: int = 0) -> Iterator[PhaseSpan]:
