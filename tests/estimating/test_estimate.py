@@ -30,6 +30,33 @@ PUBLISHED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["qwen3-8b", "deepseek-v3", "gpt-oss-20b"])
+def test_packed_samples_cost_what_rows_of_their_length_cost(name):
+    """Attention within them; with windows less, because no mask computes all pairs of tokens."""
+    packed = estimate(name, sequence=4096, sample=512, microbatch_size=2)
+    apart = estimate(name, sequence=512, microbatch_size=16)
+    whole = estimate(name, sequence=4096, microbatch_size=2)
+    for one, other, long in zip(packed.settings, apart.settings, whole.settings, strict=True):
+        for kind, cost in one.kinds.items():
+            wanted = other.kinds[kind]
+            assert cost.f <= wanted.f * 1.001
+            assert cost.f == pytest.approx(wanted.f) or "sliding" in kind
+            assert cost.flops == pytest.approx(wanted.flops)
+            if kind in packed.layers:
+                assert cost.f < long.kinds[kind].f
+    assert packed.sequence == 4096
+    assert from_layer_data(json.loads(to_layer_json(packed))) == packed
+    assert packed.sample == 512
+
+
+def test_a_sample_is_part_of_a_sequence():
+    with pytest.raises(ConfigError, match="sample=4097: packed samples must be at most as long as a sequence, 4096"):
+        estimate("qwen3-8b", sample=4097)
+    costs = estimate("qwen3-8b", sample=512)
+    with pytest.raises(ConfigError, match="sample=256: the costs have samples of 512 tokens; create costs with"):
+        zp.plan(costs, gpus=8, batch=64, sample=256)
+
+
 @pytest.mark.parametrize("name", CONFIGS_BY_SHAPE)
 def test_parameters_are_the_published_ones(name):
     total, active = num_parameters(name)

@@ -262,6 +262,24 @@ def test_kinds_parameters_and_messages_are_the_models(measured):
     assert {kind: kinds[kind].flops for kind in measured.layers} == {k: estimated[k].flops for k in measured.layers}
 
 
+def test_packed_samples_are_measured_packed():
+    """And cost the FLOPs of their own lengths."""
+    pytest.importorskip("torch", reason="needs torch")
+    from engine_helpers import ranks
+    from profile_cases import CONFIG, SEQUENCE
+
+    from zeropipe.profiling.measure import profile
+    from zeropipe.profiling.spec import ProfileJob
+
+    job = ProfileJob("tiny", CONFIG, sequence=SEQUENCE, steps=1, microbatches=2, sample=SEQUENCE // 4)
+    costs = costs_from_profile(ranks(1).run(profile, job)[0])
+    assert (costs.sequence, costs.sample) == (SEQUENCE, SEQUENCE // 4)
+    kinds, estimated = costs.settings[0].kinds, zp.estimate(CONFIG, sequence=SEQUENCE, sample=SEQUENCE // 4)
+    wanted = estimated.settings[0].kinds
+    assert {kind: kinds[kind].flops for kind in costs.layers} == {kind: wanted[kind].flops for kind in costs.layers}
+    assert costs.message_bytes(costs.settings[0]) == SEQUENCE * CONFIG["hidden_size"] * 4
+
+
 @pytest.mark.parametrize("ac", ["selective:2", *(pytest.param(ac, marks=pytest.mark.full) for ac in ("none", "full"))])
 def test_the_memory_of_a_run_is_the_sum_of_its_layers(measured, ac):
     """Measured piece by piece, predicted for a cut, and recorded from the whole model: the same bytes."""

@@ -23,6 +23,7 @@ DEFAULT_SEQUENCE, DEFAULT_DTYPE = 4096, "bfloat16"
 @click.argument("model", required=False)
 @opt.gpu
 @opt.sequence
+@opt.sample
 @opt.dtype
 @opt.microbatch
 @opt.ac
@@ -60,7 +61,7 @@ def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **v
         sequence=values["sequence"] or DEFAULT_SEQUENCE, dtype=values["dtype"] or DEFAULT_DTYPE,
         microbatch_size=values["microbatch"] or (1,), tp=values["tp"] or (1,),
         ac=(values["ac"] or "none").split(","), lora=values["lora"], ep=values["ep"] or (1,),
-        imbalance=values["imbalance"], dispatch=values["dispatch"],
+        imbalance=values["imbalance"], dispatch=values["dispatch"], sample=values["sample"],
         sequence_parallel=_parallel_values(values["sequence_parallel"], values["tp"] or (1,)),
     )  # fmt: skip
     print_compile_note()

@@ -44,8 +44,9 @@ def _print_setting(found: LayerCosts, setting: Setting) -> None:
     machine = found.machine
     device = machine.get("gpu") or f"{machine.get('cpu', 'a CPU')} ({count_text(machine.get('ranks', 1), 'rank')})"
     how = "an estimate" if found.source == "estimate" else "measured"
+    tokens = count_text(found.sequence, "token") + (f" in samples of {found.sample}" if found.sample else "")
     console.print(
-        f"{found.model} on {device}, {found.dtype}, {count_text(found.sequence, 'token')}, {setting}: {how}",
+        f"{found.model} on {device}, {found.dtype}, {tokens}, {setting}: {how}",
         style="bold", markup=False, soft_wrap=True,
     )  # fmt: skip
     table = output.create_table(

@@ -94,6 +94,9 @@ sequence = option(
     "--sequence", type=click.IntRange(2), field="data.sequence",
     help="Tokens per sequence; by default 4096 in estimate and plan, 128 in run and profile.",
 )  # fmt: skip
+sample = option(
+    "--sample", type=POSITIVE, help="Tokens of a packed sample, if several share a sequence and attend by kernels."
+)
 dtype = option(
     "--dtype", type=Dtype(), field="model.dtype",
     help="Data type of weights and activations; by default bfloat16 in estimate and plan, float32 in run and profile.",

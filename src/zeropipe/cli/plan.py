@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zeropipe.planning.result import Plan
 
 DEFAULT_ROWS = 8
-_ESTIMATE_ONLY = ("gpu", "sequence", "dtype", "compile", "efficiency")
+_ESTIMATE_ONLY = ("gpu", "sequence", "sample", "dtype", "compile", "efficiency")
 
 
 @opt.command(short_help="What to run: layout, schedule, microbatches, checkpointing, layers.")
@@ -37,6 +37,7 @@ _ESTIMATE_ONLY = ("gpu", "sequence", "dtype", "compile", "efficiency")
 )  # fmt: skip
 @option("--batch", type=POSITIVE, required=True, field="data.batch", help="Sequences per step, over all pipelines.")
 @opt.sequence
+@opt.sample
 @opt.gpu
 @opt.dtype
 @opt.compile
@@ -121,7 +122,7 @@ def _plan_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `zp.plan`."""
     names = (
         "gpus", "gpus_per_node", "memory", "reserve", "batch", "gpu", "compile", "lora", "tp", "ep", "search_seconds",
-        "search_steps", "sequence_parallel", "workers", "imbalance", "dispatch",
+        "search_steps", "sequence_parallel", "workers", "imbalance", "dispatch", "sample",
     )  # fmt: skip
     return {
         **{name: values[name] for name in names},

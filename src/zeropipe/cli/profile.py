@@ -31,6 +31,7 @@ DEFAULT_SEQUENCE, DEFAULT_DTYPE, DEFAULT_STEPS = 128, "float32", 5
 @click.argument("model")
 @opt.ranks
 @opt.sequence
+@opt.sample
 @opt.microbatch
 @opt.num_layers
 @opt.device
@@ -146,7 +147,12 @@ def _create_job(model: str, data: Any, values: dict[str, Any]) -> ProfileJob:
     modes = tuple((values["ac"] or "none").split(","))
     settings = list_settings(modes, values["microbatch"] or (1,), (values["compile"],))
     dtype = opt.require_run_dtype(values["dtype"] or DEFAULT_DTYPE)
-    return ProfileJob(name, source, settings, sequence, values["device"], dtype, values["steps"] or DEFAULT_STEPS)
+    sample = values["sample"]
+    if sample is not None and sequence % sample:
+        raise ConfigError(f"--sample {sample}: must divide --sequence {sequence}")
+    return ProfileJob(
+        name, source, settings, sequence, values["device"], dtype, values["steps"] or DEFAULT_STEPS, sample=sample
+    )
 
 
 def _measure(job: ProfileJob, values: dict[str, Any]) -> Profile | None:

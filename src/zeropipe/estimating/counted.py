@@ -74,9 +74,8 @@ class CountedModel:
     def _count(self, sizes: Sizes) -> Counted:
         if sizes not in self._cache:
             counter = self._counter(sizes.element)
-            self._cache[sizes] = counter.count(
-                sizes.sequence, sizes.tokens // sizes.sequence, sizes.tp, sizes.sequence_parallel
-            )
+            length = sizes.sample or sizes.sequence  # packed samples cost what rows of their length cost
+            self._cache[sizes] = counter.count(length, -(-sizes.tokens // length), sizes.tp, sizes.sequence_parallel)
         return self._cache[sizes]
 
     def _counter(self, element: int) -> Counter:

@@ -37,6 +37,7 @@ def estimate(
     ep: int | Sequence[int] = 1,
     imbalance: float = 1.0,
     dispatch: str = "expert",
+    sample: int | None = None,
 ) -> LayerCosts:
     """Estimate the costs of a model's layers from their shapes. `zeropipe profile` measures them.
 
@@ -45,13 +46,15 @@ def estimate(
     modes or sizes of `tp` the result has a setting for each combination. `sequence_parallel` is for those with a `tp`
     above 1; with (False, True) they are there twice, where it is allowed. `ep` divides experts over so many GPUs, for
     settings with a `tp` of 1; `imbalance` is the load of the GPU with most rows over the mean, `dispatch` whether a
-    token is sent once to each "expert" of it, or to each "process" that has some.
+    token is sent once to each "expert" of it, or to each "process" that has some. With `sample` a sequence is a row of
+    packed samples of so many tokens, which attend within themselves (`engine.attention`).
     """
     opened, machine = open_model(model), find_gpu(gpu, efficiency)
     dtype = DTYPE_NAMES.get(str(dtype), dtype)
     if str(dtype) not in DTYPES:
         raise ConfigError(f"dtype={short(dtype)}: must be one of {', '.join(DTYPES)}")
     require_positive_integers(sequence=sequence)
+    require_sample(sample, sequence)
     sizes, tp_sizes = _list_integers("microbatch_size", microbatch_size), _list_integers("tp", tp)
     if not isinstance(compile, bool):
         raise ConfigError(f"compile={short(compile)}: must be True or False")
@@ -62,7 +65,10 @@ def estimate(
     settings = [
         _estimate_setting(
             opened, Pricing(machine, dtype, compile, num_shards), mode,
-            Sizes(size * sequence, sequence, DTYPES[dtype], num_shards, is_parallel, num_experts, imbalance, dispatch),
+            Sizes(
+                size * sequence, sequence, DTYPES[dtype], num_shards, is_parallel, num_experts, imbalance, dispatch,
+                sample or 0,
+            ),
             lora,
         )
         for num_shards, is_parallel in _list_shardings(opened, tp_sizes, sequence_parallel, sequence)
@@ -74,13 +80,23 @@ def estimate(
         state = replace(state, frozen=DTYPES[dtype])
     return LayerCosts(
         opened.name, "estimate", opened.layers, tuple(settings), tied=opened.tied, sequence=sequence, dtype=dtype,
-        lora_rank=lora, dispatch=dispatch,
+        lora_rank=lora, dispatch=dispatch, sample=sample,
         link=machine.intra_node_link, inter_node=machine.inter_node_link, state=state,
         machine={
             "gpu": machine.name, "peak_flops": machine.peak_of(dtype), "memory": machine.memory,
             "bandwidth": machine.bandwidth, "efficiency": {**vars(machine.efficiency)},
         },
     )  # fmt: skip
+
+
+def require_sample(sample: int | None, sequence: int) -> None:
+    """ConfigError unless packed samples of so many tokens fit in a sequence."""
+    if sample is not None:
+        require_positive_integers(sample=sample)
+        if sample > sequence:
+            raise ConfigError(
+                f"sample={sample}: packed samples must be at most as long as a sequence, {sequence} tokens"
+            )
 
 
 def num_parameters(model: str | Mapping[str, Any]) -> tuple[int, int]:

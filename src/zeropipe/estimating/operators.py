@@ -28,6 +28,7 @@ class Sizes:
     ep: int = 1
     imbalance: float = 1.0  # rows of the process that gets most over their mean, with ep
     dispatch: str = "expert"  # a token is sent once to each "expert" of it, or to each "process" that has some
+    sample: int = 0  # tokens of a packed sample; 0: a sequence is one
 
     @property
     def outside(self) -> Sizes:
@@ -198,10 +199,14 @@ def _latent(shape: Shape, layer: Layer, sizes: Sizes) -> list[Op]:
 
 
 def _attention_kernel(shape: Shape, layer: Layer, sizes: Sizes, heads: int, qk: int, v: int, inputs: int) -> Op:
-    """Attention: causal, or with the mask of a window, with which the kernel computes all pairs."""
-    s, window = sizes.sequence, layer.window
-    is_masked = window is not None and window < s
-    pairs = (window * s - window * (window - 1) / 2) / s if is_masked and window else (s + 1) / 2
+    """Attention: causal, or with the mask of a window, with which the kernel computes all pairs.
+
+    Packed samples run kernels that compute the pairs within a sample and its windows only.
+    """
+    s, window = sizes.sample or sizes.sequence, layer.window
+    has_window = window is not None and window < s
+    is_masked = has_window and not sizes.sample
+    pairs = (window * s - window * (window - 1) / 2) / s if has_window and window else (s + 1) / 2
     each = 2 * heads * (qk + v) * sizes.tokens
     out, sums = sizes.tokens * heads * v * sizes.element, sizes.tokens * heads * 4
     keys = (

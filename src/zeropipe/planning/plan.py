@@ -63,22 +63,23 @@ def plan(
     schedules: str | Sequence[str] | None = None,
     search_seconds: float = 10.0,
     search_steps: int | None = None,
+    sample: int | None = None,
     max_candidates: int = MAX_CANDIDATES,
     workers: int | None = None,
     progress: Callable[[str, float], object] | None = None,
 ) -> Plan:
     """Try layouts, schedules, microbatch sizes, checkpointing modes and cuts, and rank those that fit.
 
-    `model` is an argument of `zp.estimate` (which then gets `gpu`, `sequence`, `dtype`, `compile` and `efficiency`), or
-    LayerCosts. `batch` is the number of sequences per step, over all GPUs. `memory` is that of a GPU in bytes, of which
-    `reserve` is not used. With `lora` the model is frozen and adapters of that rank are trained. `sequence_parallel` is
-    for layouts with a `tp` above 1. `ep` divides experts inside a machine and over all of `dp_shard`; `imbalance` is
-    the load of the GPU with most of their rows over the mean, `dispatch` as in `zp.estimate`. The default is to try all
-    pipeline, expert-parallel and tensor-parallel sizes, without and with sequence parallelism where the model allows
-    it, microbatches of 1, 2 and 4 sequences, ac `none`, `selective:op` and `full` (or the settings of LayerCosts), and
-    all built-in schedules. Then `zp.search` runs for the best rows, for `search_seconds` in all or with `search_steps`
-    each. At most `max_candidates` are simulated, those with the least work. `progress` gets a description and the
-    completed fraction.
+    `model` is an argument of `zp.estimate` (which then gets `gpu`, `sequence`, `sample`, `dtype`, `compile` and
+    `efficiency`), or LayerCosts. `batch` is the number of sequences per step, over all GPUs. `memory` is that of a GPU
+    in bytes, of which `reserve` is not used. With `lora` the model is frozen and adapters of that rank are trained.
+    `sequence_parallel` is for layouts with a `tp` above 1. `ep` divides experts inside a machine and over all of
+    `dp_shard`; `imbalance` is the load of the GPU with most of their rows over the mean, `dispatch` as in
+    `zp.estimate`. The default is to try all pipeline, expert-parallel and tensor-parallel sizes, without and with
+    sequence parallelism where the model allows it, microbatches of 1, 2 and 4 sequences, ac `none`, `selective:op` and
+    `full` (or the settings of LayerCosts), and all built-in schedules. Then `zp.search` runs for the best rows, for
+    `search_seconds` in all or with `search_steps` each. At most `max_candidates` are simulated, those with the least
+    work. `progress` gets a description and the completed fraction.
     """
     begin, report = monotonic(), progress or (lambda text, fraction: None)
     require_callbacks(progress, workers)
@@ -91,9 +92,9 @@ def plan(
         )
     task = PlanTask.create(
         model, sequence, gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, memory=memory, reserve=reserve, gpu=gpu,
-        dtype=dtype, compile=compile, efficiency=efficiency, lora=lora, pp=pp, tp=tp, ep=ep, imbalance=imbalance,
-        dispatch=dispatch, sequence_parallel=sequence_parallel, microbatch_sizes=microbatch_sizes, ac=ac,
-        schedules=schedules,
+        dtype=dtype, compile=compile, efficiency=efficiency, lora=lora, sample=sample, pp=pp, tp=tp, ep=ep,
+        imbalance=imbalance, dispatch=dispatch, sequence_parallel=sequence_parallel, microbatch_sizes=microbatch_sizes,
+        ac=ac, schedules=schedules,
     )  # fmt: skip
     context, space = task.open()
     every = list_task_runs(task, context, space)

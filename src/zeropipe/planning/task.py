@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from zeropipe.core.model.positions import require_positions
 from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.estimating.counted import CountedModel
-from zeropipe.estimating.estimate import estimate
+from zeropipe.estimating.estimate import estimate, require_sample
 from zeropipe.estimating.gpus import find_gpu
 from zeropipe.estimating.model import Model, ShapedModel, open_model
 from zeropipe.estimating.shapes import read_config
@@ -45,6 +45,7 @@ class PlanTask:
     compile: bool = True
     efficiency: dict[str, Any] | None = None
     lora: int | None = None
+    sample: int | None = None
     pp: list[int] | None = None
     tp: list[int] | None = None
     ep: list[int] | None = None
@@ -69,7 +70,13 @@ class PlanTask:
             if values["lora"] not in (None, model.lora_rank):
                 has = "train all weights" if model.lora_rank is None else f"have rank {model.lora_rank}"
                 raise ConfigError(f"lora={short(values['lora'])}: the costs {has}; create costs with `estimate --lora`")
-            return PlanTask(model, sequence=model.sequence, **{**values, "lora": model.lora_rank})
+            if values["sample"] not in (None, model.sample):
+                has = "one sample per sequence" if model.sample is None else f"samples of {model.sample} tokens"
+                raise ConfigError(f"sample={short(values['sample'])}: the costs have {has}; create costs with --sample")
+            return PlanTask(
+                model, sequence=model.sequence, **{**values, "lora": model.lora_rank, "sample": model.sample}
+            )
+        require_sample(values["sample"], sequence)
         if isinstance(model, str | Mapping):
             require_positions(read_config(model)[1], sequence, "sequence")
         if values["lora"] is not None and values["tp"] is None:
@@ -100,7 +107,7 @@ class PlanTask:
             sequence_parallel=self._parallel_values(space),
             ac=[*space.ac, *({"none"} - set(space.ac))],  # "none": the others recompute the rest
             lora=self.lora, ep=space.ep if 1 in space.tp else 1, imbalance=self.imbalance,
-            dispatch=self.dispatch,
+            dispatch=self.dispatch, sample=None if self.sample is None else min(self.sample, self.sequence),
         )  # fmt: skip
 
     def _parallel_values(self, space: SearchSpace) -> bool | tuple[bool, ...]:

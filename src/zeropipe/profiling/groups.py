@@ -50,9 +50,11 @@ class GroupedModel:
         return {index: self.model.build_stage(group.cut, group.stage, device) for index, group in enumerate(self.cuts)}
 
 
-def open_groups(source: str | Mapping[str, Any], dtype: torch.dtype, seed: int) -> GroupedModel:
+def open_groups(
+    source: str | Mapping[str, Any], dtype: torch.dtype, seed: int, attention: str = "sdpa"
+) -> GroupedModel:
     """Open a model, from a directory or a config, without its weights."""
-    model = open_model(_load_config(source), dtype, "lm", seed)
+    model = open_model(_load_config(source), dtype, "lm", seed, attention=attention)
     family, skeleton = model.family, build_on_meta(model.config, dtype)
     numbers = layer_kinds(skeleton, family.layers, per_layer_fields(skeleton, family.layers))
     names = _name_kinds(skeleton.get_submodule(family.layers), numbers, model.config)

@@ -32,6 +32,7 @@ from zeropipe.engine.run.job import DTYPES, choose_backend, select_device
 from zeropipe.engine.run.spec import Job
 from zeropipe.engine.run.torchrun import join_torchrun, local_world_size
 from zeropipe.engine.stages.hf import HFStage
+from zeropipe.engine.stages.packed_attention import resolve_attention
 from zeropipe.engine.step.clock import machine_name
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.profiling.groups import GroupedModel, describe_groups, open_groups
@@ -48,7 +49,8 @@ EXTRA_WORK_S = 0.002  # by which each rank works longer than its neighbour: more
 def profile(job: ProfileJob) -> Profile:
     """Measure a model. Every rank calls this and gets the same result; all measure at the same time."""
     device, solo = select_device(job.device), create_solo_group()
-    model = open_groups(job.source, DTYPES[job.dtype], job.seed)
+    attention = "sdpa" if job.sample is None else resolve_attention("auto", device)
+    model = open_groups(job.source, DTYPES[job.dtype], job.seed, attention)
     probes = []
     for index, setting in enumerate(job.settings):
         _report(f"{job.name}: {index + 1} of {len(job.settings)}: {setting}")
@@ -70,7 +72,7 @@ def create_profile(job: ProfileJob, model: GroupedModel, probes: Sequence[Probe]
     return Profile(
         job.name, model.layers, tuple(probes), pings, tuple(gather_objects(machine_name())),
         bool(getattr(model.model.config, "tie_word_embeddings", False)), job.sequence, job.dtype,
-        DTYPES[job.dtype].itemsize, _machine(device), _versions(device), streams,
+        DTYPES[job.dtype].itemsize, _machine(device), _versions(device), job.sample, streams,
     )  # fmt: skip
 
 
@@ -86,11 +88,13 @@ def profile_under_torchrun(job: ProfileJob) -> Profile | None:
 
 def _probe(job: ProfileJob, model: GroupedModel, setting: ProfileSetting, device: torch.device, solo: Any) -> Probe:
     microbatch = random_microbatch(job, model, setting, device)
+    apart = {name: tensor.view(-1, job.sample or job.sequence) for name, tensor in microbatch.items()}
+    microbatch |= pack(microbatch["input_ids"], job.sample)
     groups: tuple[LayerGroup, ...] = ()
     found: dict[str, tuple[Timeline, ...]] = {}
     for name, build in (("split", split_schedule), ("full", full_schedule)):
         stages = model.build(device)
-        groups = groups or describe_groups(model, stages, microbatch)
+        groups = groups or describe_groups(model, stages, apart)
         steps = record_groups(job, stages, microbatch, setting, device, solo, build)
         found[name] = tuple(timeline for own in gather_objects(list(steps)) for timeline in own)
         del stages, steps
@@ -130,6 +134,15 @@ def random_microbatch(
     vocabulary = model.model.config.get_text_config().vocab_size
     tokens = torch.randint(0, vocabulary, (setting.microbatch_size, job.sequence), generator=generator).to(device)
     return {"input_ids": tokens, "labels": tokens}
+
+
+def pack(tokens: Tensor, sample: int | None) -> dict[str, Tensor]:
+    """What a microbatch needs whose rows are packed samples of equal length."""
+    if sample is None:
+        return {}
+    number = tokens.numel() // sample
+    positions = torch.arange(sample, device=tokens.device).repeat(number).view(tokens.shape)
+    return {"position_ids": positions, "cu_seqlens": torch.arange(number + 1, dtype=torch.int32) * sample}
 
 
 class PassThrough(nn.Module):

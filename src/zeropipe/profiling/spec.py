@@ -35,6 +35,7 @@ class ProfileJob:
     steps: int = 5
     microbatches: int = 4  # of a step
     seed: int = 0
+    sample: int | None = None  # tokens of a packed sample
 
 
 def list_settings(

@@ -227,6 +227,7 @@ class LayerCosts:
     dtype: str = "bf16"
     lora_rank: int | None = None  # of the adapters that are trained instead of the model
     dispatch: str = "expert"  # with divided experts: a token is sent once to each "expert", or to each "process"
+    sample: int | None = None  # tokens of a packed sample; None: a sequence is one
     link: Link = SAME_LINK
     inter_node: Link = SAME_LINK
     sending: float = 0.0

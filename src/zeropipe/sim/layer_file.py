@@ -25,6 +25,7 @@ _MIN_COUNTS = {
     "tp": 1,
     "sequence": 0,
     "lora_rank": 1,
+    "sample": 1,
     "ep": 1,
     "experts": 0,
 }
@@ -58,8 +59,9 @@ def to_layer_data(costs: LayerCosts) -> dict[str, Any]:
         del setting["exchange_bandwidth"]
         if setting["ep"] == 1:
             del setting["ep"]
-    if costs.lora_rank is None:
-        del data["lora_rank"]
+    for name in ("lora_rank", "sample"):
+        if data[name] is None:
+            del data[name]
     if costs.dispatch == "expert":
         del data["dispatch"]
     return data

@@ -48,6 +48,7 @@ def costs_from_profile(profile: Profile) -> LayerCosts:
     return LayerCosts(
         profile.model, "profile", profile.layers, tuple(map(_fit_setting, profile.probes)), after=("head",),
         each=(STAGE,), tied=profile.tied, sequence=profile.sequence, dtype=profile.dtype, link=link,
+        sample=profile.sample,
         inter_node=inter_node, sending=sending, receiving=receiving,
         state=BF16_STATE if size == 2 else ParameterBytes(size, size, 2 * size, size),
         machine=profile.machine, versions=profile.versions,

@@ -60,6 +60,7 @@ class Profile:
     bytes_per_number: int
     machine: dict[str, object]
     versions: dict[str, str]
+    sample: int | None = None  # tokens of a packed sample
     streams: tuple[Timeline, ...] = ()  # recorded steps of `stream_schedule`; none if ranks spend no time on messages
 
 
