@@ -13,6 +13,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_TYPES
 
 from zeropipe.engine.backward.linear import defer
+from zeropipe.engine.mesh.ep_check import explain_undivided
 from zeropipe.engine.stages.families import Family
 from zeropipe.engine.stages.skeleton import build_on_meta, find_decoder_config
 from zeropipe.engine.stages.verify import find_family
@@ -33,7 +34,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "hunyuan_v1_dense": {"head_dim": 64},
-    "hunyuan_v1_moe": {"head_dim": 64},
+    "hunyuan_v1_moe": {"head_dim": 64, "num_experts": 8, "moe_topk": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 64},
     "nemotron": {"num_key_value_heads": 8},
@@ -59,10 +60,14 @@ class Row(NamedTuple):
     packed: str = ""
     routers: str = ""
     experts: str = ""
+    divided: str = ""
 
 
-def row(model_type: str) -> Row:
-    """A model type with as much at once as it can have: a tied head, and the loss of its routers."""
+def row(model_type: str, *, divides: bool = True) -> Row:
+    """A model type with as much at once as it can have: a tied head, and the loss of its routers.
+
+    `divides`: also try to divide its experts over processes, which takes seconds.
+    """
     try:
         config = transformers.AutoConfig.for_model(model_type, **EXAMPLES.get(model_type, {}))
     except Exception as error:  # transformers' own default does not hold
@@ -81,7 +86,7 @@ def row(model_type: str) -> Row:
         text = str(error)
         assert "\n" not in text
         return Row(model_type, f"refused: {text.partition(_REASON)[2].rpartition('; pass the model')[0] or text}")
-    return Row(model_type, "exact", *_facts(model, family))
+    return Row(model_type, "exact", *_facts(model, family), _divided(part, family, model) if divides else "")
 
 
 def _tied(config: Any) -> Any:
@@ -105,6 +110,13 @@ def _facts(model: Any, family: Family) -> tuple[str, ...]:
     )
 
 
+def _divided(config: Any, family: Family, model: Any) -> str:
+    """Whether experts may be divided over processes."""
+    if not any("experts" in name for name, _ in model.named_modules()):
+        return ""
+    return "exact" if explain_undivided(config, family) is None else "refused"
+
+
 def _packed(family: Family) -> str:
     """Whether packed sequences are kept apart, and in which rows."""
     if family.max_packed_row is not None:
@@ -117,8 +129,8 @@ def _short(error: Exception) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    head = "| model type | cut into stages | tied head | packed | routers' loss | experts' weight gradients |"
-    return "\n".join([head, "|---|---|---|---|---|---|", *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+    head = "| model type | cut into stages | tied head | packed | routers' loss | experts' weight gradients | ep |"
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
 
 
 def read(text: str) -> dict[str, Row]:
@@ -137,7 +149,13 @@ def write(file: Path) -> None:
     rows = [row(model_type) for model_type in sorted(CAUSAL_TYPES)]
     exact = sum(r.cut == "exact" for r in rows)
     text = FILE.read_text().partition("\n## The table\n")[0]
-    count = f"{exact} of the {len(rows)} decoder types of transformers {transformers.__version__} are exact."
+    experts = [r for r in rows if r.divided]
+    divided = sum(r.divided == "exact" for r in experts)
+    count = (
+        f"{exact} of the {len(rows)} decoder types of transformers {transformers.__version__} are exact. "
+        f"{len(experts)} of these have experts: {divided} are exact with experts divided over processes (`ep`), the "
+        "others are refused in one line."
+    )
     file.write_text(f"{text}\n## The table\n\n{count}\n\n{table(rows)}")
 
 

@@ -69,7 +69,35 @@ def test_adapters_beside_divided_experts(sizes, kind, ep):
     check("1f1b", sizes, kind, LATENT if kind == "deepseek_v3" else ATTENTION, {"ep": ep}, {})
 
 
-EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+ONLY_UP = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+ON_BIAS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj_bias"]}
+ON_EXPERTS = [
+    ("1f1b", {"dp_shard": 2}, "qwen3_moe", ALL, {"ep": 2}, {}),
+    ("zb-h1", {"pp": 2}, "gpt_oss", ONLY_UP, {}, {"ac": "selective:op"}),
+    *product(
+        ("1f1b", "zbv"),
+        ({"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}),
+        ("mixtral", "qwen3_moe", "gpt_oss"),
+        (ALL, ONLY_UP),
+        ({"ep": 2}, {"ep": 2, "dispatch": "process"}),
+        ({}, {"ac": "full"}),
+    ),
+    *product(("1f1b",), (TWO, {"dp_shard": 4}), ("mixtral", "qwen3_moe"), (ALL, ONLY_UP), ({},), ({},)),
+    ("1f1b", {"dp_shard": 4}, "mixtral", ALL, {"ep": 2}, {}),
+    ("1f1b", BOTH, "mixtral", ALL, {"ep": 2}, {}),
+    ("1f1b", {"tp": 2, "dp_replicate": 2}, "mixtral", ALL, {"ep": 2}, {}),
+    ("zb-h1", {"pp": 2}, "mixtral", ONLY_UP, {}, {"compile": True}),
+]
+
+
+@pytest.mark.parametrize(
+    "name, sizes, kind, changes, spreading, options",
+    mark_rest_full(ON_EXPERTS, lambda it: it in ON_EXPERTS[:2]),
+    ids=str,
+)
+def test_adapters_on_experts_equal_peft(name, sizes, kind, changes, spreading, options):
+    """What peft adds to the weights of all experts, each row gets from two products."""
+    check(name, sizes, kind, changes, spreading, options)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +105,7 @@ EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate
     [
         ("qwen3", {"use_dora": True}, TWO, {}, "the adapter on model.layers.0.mlp.down_proj is more than a product"),
         ("qwen3", {"lora_dropout": 0.1}, TWO, {}, "the adapter has lora_dropout=0.1: processes of tp would draw"),
-        ("qwen3_moe", EXPERTS, TWO, {}, "an adapter on model.layers.0.mlp.experts: such experts cannot be sharded"),
-        ("qwen3_moe", EXPERTS, {"dp_shard": 2}, {"ep": 2}, "an adapter on lm.model.layers.0.mlp.experts"),
+        ("gpt_oss", ON_BIAS, {"dp_shard": 2}, {"ep": 2}, "an adapter on more of experts than their weights: leave it"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_sharded_is_refused(kind, changes, sizes, spreading, words):

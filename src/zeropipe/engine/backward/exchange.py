@@ -15,6 +15,7 @@ from zeropipe.engine.torch_private import comm as torch_comm
 class Exchange(Protocol):
     """Moves rows between the processes that experts are divided over; all of them make the same calls."""
 
+    rank: int
     size: int
     once_per_process: bool  # a token goes once to each process that has some of its experts, not once for each expert
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from zeropipe.engine.backward.divided_experts import run_divided_experts
 from zeropipe.engine.backward.exchange import Exchange
+from zeropipe.engine.backward.expert_adapters import defer_adapters
 from zeropipe.engine.backward.expert_rows import (
     add_bias,
     apply_activation,
@@ -46,6 +47,7 @@ def defer_experts(module: nn.Module) -> None:
         names = _stack_names(child)
         if names is not None:
             convert(child, _deferred_class(type(child), names))
+    defer_adapters(module, is_routed_stack)
 
 
 def keep_local_experts(module: Any, index: int, num_shards: int) -> bool:
@@ -59,6 +61,7 @@ def keep_local_experts(module: Any, index: int, num_shards: int) -> bool:
         return False
     whole = num_local_experts(module)
     module.shard = ExpertShard(whole // num_shards * index, whole // num_shards, whole)
+    module.first_expert += module.shard.first
     return True
 
 
@@ -72,6 +75,7 @@ def divide_experts(module: Any, exchange: Exchange) -> bool:
     if not is_routed_stack(module):
         return False
     module.exchange = exchange
+    module.first_expert += num_local_experts(module) // exchange.size * exchange.rank
     return True
 
 
@@ -121,7 +125,8 @@ def _deferred_class(base: type[nn.Module], names: tuple[str, str]) -> type[nn.Mo
         if self.shard is not None:
             return run_local(self, hidden, *routing)
         is_parametrized = not all(isinstance(getattr(self, name), nn.Parameter) for name in names)
-        if is_parametrized or self.has_hooks or not (torch.is_grad_enabled() and hidden.requires_grad):
+        is_deferrable = not self.has_hooks and torch.is_grad_enabled() and hidden.requires_grad
+        if is_parametrized or not (is_deferrable or self.adapters):
             return base.forward(self, hidden, *routing)
         return run_all(self, hidden, *routing)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import has_side_effect
 
-from zeropipe.engine.backward.products import Product, flatten_rows, grouped_mm
+from zeropipe.engine.backward.products import Product, add_grouped_mm, flatten_rows, grouped_mm
 from zeropipe.engine.backward.store import store_or_run
 from zeropipe.engine.torch_private.autograd import without_autocast
 from zeropipe.engine.torch_private.compile import keep_inputs_from_reuse
@@ -36,6 +36,7 @@ _library = torch.library.Library("zeropipe", "DEF")
 for schema in (
     "linear_i(Tensor dy, Tensor weight, Tensor x, Tensor slot, int use, bool transposed) -> Tensor",
     "grouped_linear(Tensor x, Tensor weight, Tensor offsets, bool transposed) -> Tensor",
+    "grouped_outer(Tensor x, Tensor dy, Tensor offsets) -> Tensor",
     "grouped_linear_i(Tensor dy, Tensor weight, Tensor x, Tensor? offsets, Tensor slot, int use, bool transposed)"
     " -> Tensor",
 ):
@@ -89,6 +90,21 @@ def _grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool
 @torch.library.register_fake("zeropipe::grouped_linear", lib=_library)
 def _(x: Tensor, weight: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
+
+
+@torch.library.impl(_library, "grouped_outer", "CompositeExplicitAutograd")
+def _grouped_outer(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
+    gradient = x.new_zeros(len(offsets), x.shape[1], dy.shape[1])
+    add_grouped_mm(gradient, x, dy, offsets)
+    return gradient
+
+
+@torch.library.register_fake("zeropipe::grouped_outer", lib=_library)
+def _(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(len(offsets), x.shape[1], dy.shape[1])
+
+
+grouped_outer = torch.ops.zeropipe.grouped_outer.default  # the sum of x^T dy over the rows of each expert
 
 
 def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor | None, transposed: bool) -> Tensor:

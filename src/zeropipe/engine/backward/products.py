@@ -61,13 +61,13 @@ class Product:
         if not self.is_stack:
             return _mm(left.t(), right, self.parameter.dtype)
         gradient = torch.zeros_like(to_local(self.parameter))
-        _add_grouped_mm(gradient, left, right, self.offsets)
+        add_grouped_mm(gradient, left, right, self.offsets)
         return gradient
 
     def _accumulate(self) -> None:
         parameter, (left, right) = self.parameter, self._operands()
         if self.is_stack:
-            _add_grouped_mm(to_local(ensure_grad(parameter)), left, right, self.offsets)
+            add_grouped_mm(to_local(ensure_grad(parameter)), left, right, self.offsets)
         elif (gradient := local_grad(parameter)) is None:
             set_local_grad(parameter, _mm(left.t(), right, grad_dtype(parameter)))
         else:
@@ -85,7 +85,7 @@ def flatten_rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor[None]
 
 
-def _add_grouped_mm(gradient: Tensor, left: Tensor, right: Tensor, offsets: Tensor | None) -> None:
+def add_grouped_mm(gradient: Tensor, left: Tensor, right: Tensor, offsets: Tensor | None) -> None:
     """Add left^T right of each expert e (rows offsets[e-1]:offsets[e], or matrix e of a batch) to gradient[e]."""
     if offsets is None:
         _baddbmm_(gradient, left.transpose(1, 2), right)

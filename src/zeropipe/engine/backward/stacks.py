@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeropipe.engine.backward.expert_adapters import add_adapter
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.ops import CompiledGroupedLinear, create_slot, grouped_linear
 from zeropipe.engine.backward.products import Product, grouped_mm
@@ -27,7 +29,7 @@ def create_deferred_class(
 
     body = {
         "forward": forward, "__setstate__": __setstate__, "defers_experts": True, "defers": names,
-        "has_hooks": False, "__module__": base.__module__, **attributes,
+        "has_hooks": False, "adapters": {}, "first_expert": 0, "__module__": base.__module__, **attributes,
     }  # fmt: skip
     return type(base.__name__, (base,), body)
 
@@ -45,6 +47,13 @@ def _create_slots(module: Any) -> tuple[Tensor, ...]:
 
 def expert_linear(module: Any, index: int, x: Tensor, offsets: Tensor | None) -> Tensor:
     """Apply to each row of x its expert's weight in stack number `index` of the module, in the dtype of x."""
+    y = _apply_weight(module, index, x, offsets)
+    if offsets is None or not module.adapters:
+        return y
+    return add_adapter(y, module, module.defers[index], x, offsets)
+
+
+def _apply_weight(module: Any, index: int, x: Tensor, offsets: Tensor | None) -> Tensor:
     name = module.defers[index]
     weight, transposed = to_local(getattr(module, name)), getattr(module, "is_transposed", True)
     if not torch.is_grad_enabled():
@@ -61,13 +70,14 @@ class _FrozenGroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, offsets: Tensor | None, x: Tensor, transposed: bool) -> Tensor:
-        save(ctx, weight, *([] if offsets is None else [offsets]))
+        keep = ctx.save_for_backward if torch.compiler.is_compiling() else functools.partial(save, ctx)
+        keep(weight, *([] if offsets is None else [offsets]))
         ctx.transposed = transposed
         return grouped_linear(x, weight, offsets, transposed)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None, Tensor, None]:
-        weight, *offsets = saved(ctx)
+        weight, *offsets = ctx.saved_tensors if torch.compiler.is_compiling() else saved(ctx)
         return None, None, grouped_linear(dy, weight, next(iter(offsets), None), not ctx.transposed), None
 
 

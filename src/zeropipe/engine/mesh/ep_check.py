@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zeropipe.engine.mesh.expert_stacks import divide_stacks, find_stacks
 from zeropipe.engine.mesh.tp_check import SimulatedTP, take_logits
 from zeropipe.engine.mesh.tp_layers import ParameterShards
+from zeropipe.engine.stages.families import Family
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.verify import (
     build_small_stage,
@@ -33,19 +34,23 @@ _cache: dict[str, str | None] = {}  # config, as JSON -> the reason why experts 
 
 def check_divided_experts(stage: HFStage, once_per_process: bool = False) -> None:
     """ConfigError unless a small copy of the stage's model computes the same with divided experts. Cached."""
-    config = stage.full_config
+    if (reason := explain_undivided(stage.full_config, stage.family, once_per_process)) is not None:
+        raise ConfigError(f"model_type={stage.full_config.model_type!r} cannot run with ep: {reason}; leave out ep")
+
+
+def explain_undivided(config: Any, family: Family, once_per_process: bool = False) -> str | None:
+    """Why the experts of a model cannot be divided, in words; None if they can be. Cached."""
     key = json.dumps([config.to_dict(), once_per_process], sort_keys=True, default=str)
     if key not in _cache:
         try:
-            small = build_small_stage(config, stage.family, 1)
+            small = build_small_stage(config, family, 1)
             with isolated_torch_state():
                 _cache[key] = _find_difference(small, once_per_process)
         except ConfigError:
             raise
         except Exception as error:
             _cache[key] = f"a small copy of it does not run ({format_error(error)})"
-    if (reason := _cache[key]) is not None:
-        raise ConfigError(f"model_type={config.model_type!r} cannot run with ep: {reason}; leave out ep")
+    return _cache[key]
 
 
 def _find_difference(small: HFStage, once_per_process: bool) -> str | None:

@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeropipe.core.mesh import EXPERTS, expert_dimension, refuse_ep
 from zeropipe.engine.backward.exchange import ExpertGroup
+from zeropipe.engine.backward.expert_adapters import has_foreign_adapters
+from zeropipe.engine.backward.experts import is_routed_stack
 from zeropipe.engine.layout import EXPERT_DATA, Layout
 from zeropipe.engine.mesh.ep_check import check_divided_experts
 from zeropipe.engine.mesh.expert_stacks import divide_stacks, find_stacks
@@ -45,5 +47,8 @@ def apply_ep(stages: Iterable[Any], mesh: DeviceMesh, dispatch: object = "expert
     for stage in stages:
         if isinstance(stage, HFStage):
             check_divided_experts(stage, once)
-        divide_stacks(find_stacks(stage), shards)
+        stacks = find_stacks(stage)
+        if has_foreign_adapters(stage, is_routed_stack):
+            raise ConfigError("an adapter on more of experts than their weights: leave it out, or leave out ep")
+        divide_stacks(stacks, shards)
         stage.expert_mesh = mesh

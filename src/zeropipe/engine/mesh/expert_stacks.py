@@ -9,8 +9,6 @@ from torch import nn
 
 from zeropipe.engine.backward.experts import defer_experts, divide_experts, is_routed_stack
 from zeropipe.engine.mesh.tp_layers import ParameterShards, require_divisor
-from zeropipe.engine.stages.adapters import layer_of
-from zeropipe.errors import ConfigError
 
 
 def find_stacks(stage: nn.Module) -> dict[str, Any]:
@@ -22,8 +20,6 @@ def find_stacks(stage: nn.Module) -> dict[str, Any]:
 def divide_stacks(stacks: Mapping[str, Any], shards: ParameterShards) -> None:
     """Keep this process's experts of every stack, and let it exchange rows with the other processes."""
     for name, stack in stacks.items():
-        if (layer := layer_of(f"{name}.weight")) != name:
-            raise ConfigError(f"an adapter on {layer}: such experts cannot be divided over ep; leave them out of it")
         require_divisor(name, stack, shards, "ep")
         divide_experts(stack, shards.group)
         for weight, _ in list(stack.named_parameters(recurse=False)):

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from zeropipe.engine.backward.experts import keep_local_experts, num_local_experts
+from zeropipe.engine.backward.expert_adapters import has_foreign_adapters
+from zeropipe.engine.backward.experts import defer_experts, is_routed_stack, keep_local_experts, num_local_experts
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.linear import Deferred, defer
 from zeropipe.engine.mesh.tp_collectives import Copy, Gather, GatherCopy, Reduce, ReduceScatter, Scatter, TPGroup
-from zeropipe.engine.stages.adapters import is_adapter_layer
+from zeropipe.engine.stages.adapters import is_adapter_layer, is_adapter_name
 from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import ConfigError
 
@@ -88,11 +89,18 @@ def shard_linear(name: str, module: Any, dimension: int, shards: ParameterShards
     return []
 
 
-def shard_experts(name: str, module: Any, shards: ParameterShards) -> None:
-    """Keep some of a stack of experts, each unsharded, so that their weights are contiguous shards."""
+def shard_experts(name: str, module: Any, shards: ParameterShards) -> list[str]:
+    """Keep some of a stack of experts, each unsharded, so that their weights are contiguous shards.
+
+    All processes have an adapter on them, with the gradients of their own experts: returns the names of its parameters.
+    """
     group = shards.group
+    partial = [parameter for parameter, _ in module.named_parameters() if is_adapter_name(f".{parameter}")]
+    defer_experts(module)
+    if has_foreign_adapters(module, is_routed_stack):
+        raise ConfigError(f"the adapter on {name} cannot be sharded over tp; leave it out of the adapter")
     if is_adapter_layer(module):
-        raise ConfigError(f"an adapter on {name}: such experts cannot be sharded over tp; leave them out of it")
+        module = module.get_base_layer()
     if not keep_local_experts(module, group.rank, group.size):
         raise ConfigError(f"{name} is a {type(module).__name__}, whose experts cannot be sharded over tp; leave out tp")
     require_divisor(name, module, shards, "tp")
@@ -100,6 +108,7 @@ def shard_experts(name: str, module: Any, shards: ParameterShards) -> None:
         shards.shard(module, weight, name, 0)
     module.register_forward_pre_hook(create_hooks(group).copy_experts_input)
     module.register_forward_hook(create_hooks(group).reduce_output)
+    return partial
 
 
 def require_divisor(name: str, module: Any, shards: ParameterShards, dimension: str) -> None:

@@ -68,8 +68,8 @@ def _shard_layer(stage: Any, name: str, full_name: str, style: str, shards: Para
     if style == SUMMED:
         return [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
     if style == EXPERTS:
-        shard_experts(full_name, module, shards)
-    elif style == LATENT:
+        return [f"{name}.{parameter}" for parameter in shard_experts(full_name, module, shards)]
+    if style == LATENT:
         size = stage.full_config.get_text_config().qk_rope_head_dim
         module.register_forward_hook(create_copy_last_hook(shards.group, size))
     elif style in COLWISE or style in ROWWISE:
