@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: docs run test tests test-full test-newest test-torchtitan test-archon test-trainer test-automodel dist test-dist check bench gallery models configuration cli clean
+.PHONY: docs run test tests test-full test-newest test-torchtitan test-archon test-trainer test-automodel test-verl dist test-dist check bench gallery models configuration cli clean
 
 # Trains a tiny model with ZBV on 4 processes, goes on with another schedule on another mesh, and asks the result.
 run: $(STAMP)
@@ -73,6 +73,17 @@ test-automodel: .venv-automodel/.installed
 	.venv-automodel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
 		-r tests/integrations/automodel.txt
 	.venv-automodel/bin/pip install --quiet --disable-pip-version-check --no-deps nemo-automodel==0.7.0
+	touch $@
+
+# verl pins transformers below the versions that zeropipe is tested with: its own dependencies are left out
+test-verl: .venv-verl/.installed
+	.venv-verl/bin/python -m pytest -q --confcutdir tests/integrations tests/integrations/test_verl.py
+
+.venv-verl/.installed: pyproject.toml constraints.txt tests/integrations/verl.txt
+	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
+		-r tests/integrations/verl.txt
+	.venv-verl/bin/pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
 	touch $@
 
 # areal pins a torch and CUDA packages that its Archon does not need: its own dependencies are left out

@@ -59,7 +59,8 @@ def test_wishes_that_cannot_be_met(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, package", [("torchtitan", "torchtitan"), ("archon", "areal"), ("automodel", "nemo_automodel")]
+    "name, package",
+    [("torchtitan", "torchtitan"), ("archon", "areal"), ("automodel", "nemo_automodel"), ("verl", "verl")],
 )
 def test_a_missing_framework_is_named_in_one_line(name, package):
     if find_spec(package):

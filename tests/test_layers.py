@@ -35,6 +35,7 @@ MAY_IMPORT = {
         "torchtitan",
         "areal",
         "nemo_automodel",
+        "verl",
     },
     "train": BASE
     | {"core", "schedules", "sim", "viz", "engine", *PLANNER, "torch", "numpy", "transformers", "pydantic", "peft"}

@@ -2,6 +2,7 @@
 
 torchtitan: `pipeline_llm`, which replaces torchtitan's own
 automodel: `install()` for NeMo Automodel's pipelines
+verl: the strategy "zeropipe" of verl's training engines
 archon: `install()` for AReaL's Archon engine
 trainer: `pipelined`, for transformers.Trainer and trl.SFTTrainer
 experts: their mixture-of-experts layers, registered for split backward
