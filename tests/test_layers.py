@@ -57,7 +57,7 @@ ENGINE_MAY_IMPORT = {
     "comm": {"torch_private", "layout"},
     "transformers_private": set(),
     "stages": {"torch_private", "transformers_private", "comm"},
-    "mesh": {"torch_private", "fsdp_private", "backward", "blocks", "stages", "layout"},
+    "mesh": {"torch_private", "fsdp_private", "transformers_private", "backward", "blocks", "stages", "layout"},
     "step": {"torch_private", "fsdp_private", "backward", "blocks", "comm", "layout", "mesh", "options", "stages"},
     "head": {"torch_private", "backward", "blocks", "mesh", "stages"},
     "low_bits": set(),

@@ -109,7 +109,8 @@ def hf_plain_step(model: Any, batches: list[dict[str, Any]], loss_fn: Any) -> fl
     def work() -> float:
         total, value = sum(map(loss_fn.count, batches)), 0.0
         for batch in batches:
-            output = model(input_ids=batch["input_ids"], use_cache=False)
+            inputs = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
+            output = model(input_ids=batch["input_ids"], use_cache=False, **inputs)
             routers = getattr(output, "aux_loss", None)
             parts = output.logits if routers is None else (output.logits, model.router_aux_loss_coef * routers)
             loss = loss_fn(parts, batch)[0] / total

@@ -7,8 +7,9 @@ from math import prod
 
 from zeropipe.errors import ConfigError, short
 
-DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")  # processes that differ in these have different microbatches
+COPY_DIMENSIONS = (*DATA_DIMENSIONS, "cp")  # these have copies (or shards) of the same weights, and other tokens
 EXPERTS = "ep"  # divides experts over processes of a data dimension, so it adds none
 
 Mesh = tuple[tuple[str, int], ...]  # (dimension, size), the outermost first: consecutive ranks differ in the last

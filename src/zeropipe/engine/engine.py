@@ -34,7 +34,6 @@ from zeropipe.engine.head.fused import fuse_head
 from zeropipe.engine.head.passes import PLAIN, compiled_passes
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.sharded_stage import ShardedStage, is_sharded
-from zeropipe.engine.mesh.vocab_parallel import prepare_output
 from zeropipe.engine.options import Options, require_switch
 from zeropipe.engine.stages.contract import Microbatch, StageInfo
 from zeropipe.engine.step import equal
@@ -48,9 +47,11 @@ from zeropipe.engine.step.losses import (
     LossAccumulator,
     LossFn,
     StepResult,
+    call_on_output,
     combine_losses,
     find_targets,
     require_counted,
+    takes_parts,
 )
 from zeropipe.engine.step.recorder import gather_timeline
 from zeropipe.engine.step.sums import GradientSums
@@ -72,9 +73,9 @@ class Engine:
     `(sum, count)`, `(sum, count, metrics)`, or a scalar mean (see losses.LossAccumulator).
 
     `group`: the pipeline's ranks (default: all). `mesh`: a DeviceMesh with any of the dimensions pp, dp_replicate,
-    dp_shard and tp instead; every pipeline then has its own microbatches, and loss and gradients are those of all of
-    them. A step may have any number of microbatches. `record`: measure a Timeline of every train_step; can be switched
-    between steps. `options`: compile, ac, split, timeout and the other fields of `Options`.
+    dp_shard, cp and tp instead; every pipeline then has its own microbatches, and loss and gradients are those of all
+    of them. A step may have any number of microbatches. `record`: measure a Timeline of every train_step; can be
+    switched between steps. `options`: compile, ac, split, timeout and the other fields of `Options`.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Engine:
             if source == self.rank:
                 self._senders[target] = Sender(channel, self._shapes)
         self._sums = GradientSums(schedule, self._infos, comm)
+        self._part = setup.find_part(self.stages.values())
         self._parameter_ids = frozenset(id(parameter) for parameter in self._sums.all)
         context = ExecutorContext(
             schedule, self.rank, self._infos, self._senders, self._channels, self._shapes, self._device, self._splitter,
@@ -158,7 +160,8 @@ class Engine:
             self._splitter.prepare(stage.number, stage.module)
             if stage.blocks is not None:
                 set_blocks(stage.blocks, stage.first_layer, compile=self.options.compile, ac=self.options.ac)
-            if self.options.fused_head and stage.number == self.schedule.num_stages - 1:
+            is_last = stage.number == self.schedule.num_stages - 1
+            if self.options.fused_head and is_last and setup.find_part([stage.module]) is None:
                 self._fuse_head(stage.module)
 
     def _fuse_head(self, stage: nn.Module) -> None:
@@ -185,7 +188,7 @@ class Engine:
             divides_late = step.total_count is None
             with gradients.stash_gradients(self._sums.all if divides_late else self._sums.shared) as stash:
                 losses = LossAccumulator(
-                    loss_fn, self._count_microbatches(step), stash, self._parameter_ids, step.total_count
+                    loss_fn, self._count_microbatches(step), stash, self._parameter_ids, step.total_count, self._part
                 )
                 if self.record:
                     self._begin_recording()
@@ -208,11 +211,13 @@ class Engine:
         step = self._agree_on_step(microbatches, loss_fn, "eval_step", "forward")
         with self._guard(), _eval_mode(self.stages.values()):
             self._compare(microbatches)
-            losses = LossAccumulator(loss_fn, self._count_microbatches(step), total_count=step.total_count)
+            losses = LossAccumulator(
+                loss_fn, self._count_microbatches(step), total_count=step.total_count, part=self._part
+            )
             executor = self._executors.get("forward", step.num_microbatches, step.is_uniform)
             self._execute(executor, microbatches, step, losses.add, find_targets=losses.targets)
             self._comm.status.phase = "the sum of losses"
-            sums = losses.sums() if self._layout.counts_losses else None
+            sums = losses.sums() if self._counts(loss_fn) else None
             return combine_losses(self._comm.exchange(sums))[0]
 
     def forward(
@@ -233,8 +238,8 @@ class Engine:
         last, results = self.schedule.num_stages - 1, StepOutputs()
 
         def add_output(output: Any, microbatch: Microbatch, index: int) -> None:
-            output = prepare_output(post, output)
-            outputs[index] = results.add(output if post is None else post(output, microbatch), f"{last}F{index}")
+            output = call_on_output(post or _whole, output, microbatch, self._part)
+            outputs[index] = results.add(output, f"{last}F{index}")
 
         step = self._agree_on_step(microbatches, None, f"forward{' with broadcast' * broadcast}", "forward")
         outputs += [None] * step.num_microbatches
@@ -376,7 +381,7 @@ class Engine:
         with self._guard(refusing=True):
             self._comm.status.call = call
             last = self.schedule.placement.copies[0][-1]
-            counts_tokens = self._layout.counts_losses and self.rank == last
+            counts_tokens = self._layout.counts_tokens and self.rank == last
             state = hash_state(self._sums.all, self._device)
             request = StepRequest(
                 self._infos.values(), state, microbatches, loss_fn, counts_tokens,
@@ -450,9 +455,13 @@ class Engine:
         self._clock = self._clock or Clock(self._comm)
         self._executors.recorder.begin()
 
+    def _counts(self, loss_fn: LossFn) -> bool:
+        """Whether this process's losses are counted: with cp, each has those of its tokens, or all have the same."""
+        return self._layout.counts_losses if takes_parts(loss_fn) else self._layout.counts_tokens
+
     def _combine(self, losses: LossAccumulator) -> tuple[StepResult, bool]:
         """The step's result, and whether gradients have to be divided; ConfigError where they would be wrong."""
-        sums = losses.sums() if self._layout.counts_losses else None
+        sums = losses.sums() if self._counts(losses.loss_fn) else None
         everyone = self._comm.exchange((sums, self._sums.flags()))
         if equal.find_difference([flags for _, flags in everyone]) is not None:
             self._require_equal(equal.describe_shared_weights(self.schedule, self._infos, self._layout, values=False))
@@ -544,6 +553,10 @@ def _no_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+def _whole(output: Any, microbatch: Microbatch) -> Any:
+    return output
 
 
 def _close_connections(senders: Mapping[int, Sender], helper: HelperThread, comm: Communicator) -> None:

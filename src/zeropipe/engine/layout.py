@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropipe.core.mesh import DATA_DIMENSIONS, DIMENSIONS, EXPERTS
+from zeropipe.core.mesh import COPY_DIMENSIONS, DIMENSIONS, EXPERTS
 from zeropipe.errors import ConfigError, short
 
 EXPERT_DATA = "edp"  # the rest of the data dimension that ep divides: processes with the same experts
@@ -100,6 +100,11 @@ class Layout:
         return self.coordinates.get("tp", 0) == 0
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether this process counts its microbatches' tokens: those that differ in `cp` or `tp` have the same."""
+        return self.counts_losses and self.coordinates.get("cp", 0) == 0
+
+    @property
     def stage_dims(self) -> tuple[str, ...]:
         """The mesh dimensions along which processes hold the same stages: torch's own groups work in them."""
         return tuple(name for name, size in self.sizes.items() if name != "pp" and size > 1)
@@ -147,20 +152,20 @@ class Layout:
         return _ranks_along(mesh, self.global_ranks, names)
 
     def same_pipeline(self, one: int, other: int) -> bool:
-        """Whether two ranks process the same microbatches: they differ in `pp` and `tp` only."""
+        """Whether two ranks process the same microbatches: they differ in `pp`, `cp` and `tp` only."""
         if self.mesh is None:
             return True
         table = self.mesh.mesh
         one_at, other_at = ((table == self.global_ranks[rank]).nonzero()[0].tolist() for rank in (one, other))
-        return all(a == b for name, a, b in zip(self.sizes, one_at, other_at) if name not in ("pp", "tp"))
+        return all(a == b for name, a, b in zip(self.sizes, one_at, other_at) if name not in ("pp", "cp", "tp"))
 
     def unsummed_dims(self, parameter: Tensor) -> tuple[str, ...]:
-        """The data dimensions over which torch does not sum a parameter's gradient: those it is not sharded in."""
+        """The dimensions with other tokens over which torch does not sum a parameter's gradient, not sharded there."""
         summed = _mesh_dims(parameter)
         sizes: Mapping[str, int] = self.sizes
         if EXPERTS in summed:  # its process has the gradient of the tokens of all `ep` processes
             sizes = self.expert_sizes
-        return tuple(name for name in (*DATA_DIMENSIONS, EXPERT_DATA) if sizes.get(name, 1) > 1 and name not in summed)
+        return tuple(name for name in (*COPY_DIMENSIONS, EXPERT_DATA) if sizes.get(name, 1) > 1 and name not in summed)
 
     def num_holders(self, parameter: Tensor) -> int:
         """The number of processes with the same pipeline rank that hold the same shard of a parameter."""

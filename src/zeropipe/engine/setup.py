@@ -18,6 +18,7 @@ from zeropipe.core.units import count_text
 from zeropipe.engine.comm.collective import on_all_ranks, require_equal
 from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.layout import Layout
+from zeropipe.engine.mesh.cp_stage import ContextPart
 from zeropipe.engine.mesh.sharded_stage import is_sharded, require_one_dtype
 from zeropipe.engine.options import Options
 from zeropipe.engine.stages.contract import StageInfo, Tie, describe_stage, list_ties
@@ -107,7 +108,10 @@ def check_sizes(schedule: Schedule, layout: Layout) -> None:
 
 def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, StageInfo], options: Options) -> None:
     """ConfigError for stages that this schedule cannot run with these options."""
+    cp = layout.sizes.get("cp", 1)
     for stage, info in stages.items():
+        if cp > 1 and find_part([info.module]) is None:
+            raise ConfigError(f"stage {stage} is not divided over cp={cp}: pass the stages to parallelize() first")
         wrapped = next((name for child in info.module.modules() for name in _WRAPPERS & _class_names(child)), None)
         if wrapped:
             way_out = "pass plain modules and a mesh, or shard them with parallelize()"
@@ -145,6 +149,12 @@ def find_expert_mesh(stages: Mapping[int, nn.Module | StageInfo]) -> Any:
     modules = (stage.module if isinstance(stage, StageInfo) else stage for stage in stages.values())
     meshes = (getattr(module, "expert_mesh", None) for module in modules)
     return next((mesh for mesh in meshes if mesh is not None), None)
+
+
+def find_part(stages: Iterable[nn.Module]) -> ContextPart | None:
+    """This process's part of every sequence, with cp; None without it."""
+    parts = (getattr(stage, "context", None) for stage in stages)
+    return next((part for part in parts if isinstance(part, ContextPart)), None)
 
 
 def leaves_weights(schedule: Schedule, rank: int, options: Options) -> bool:

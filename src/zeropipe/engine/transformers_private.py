@@ -10,6 +10,8 @@ import copy
 import importlib
 import inspect
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -244,6 +246,135 @@ def _mask_functions(extra: tuple[str, ...]) -> list[tuple[Any, int]]:
         if "position_ids" in optional:
             found.append((function, optional.index("position_ids")))
     return found
+
+
+@dataclass
+class SplitRows:
+    """The full rows that a forward has some tokens of: masks are made for them, not for its own tokens."""
+
+    length: int
+    chunks: tuple[range, ...] | None  # the tokens whose masks are needed; None: all
+    positions: Tensor | None  # position ids of the full rows; None: from 0
+    is_packed: bool
+    finds_packed: bool = False  # the model looks for packed sequences in position ids itself
+
+
+_split = threading.local()  # its `rows` are those of the forward that runs in this thread
+
+
+@contextmanager
+def masks_of_rows(rows: SplitRows) -> Iterator[None]:
+    """Let a forward whose attention was split by `split_attention` make masks of these rows."""
+    _split.rows = rows
+    try:
+        yield
+    finally:
+        _split.rows = None
+
+
+def split_attention(lm: nn.Module, attend: Callable[..., Any]) -> None:
+    """Let a model's attention call `attend`, and make its masks by `masks_of_rows`, in its own implementation."""
+    from transformers import masking_utils
+    from transformers.modeling_utils import AttentionInterface
+
+    _find_packed_in_full_rows()
+    configs = {id(config): config for module in lm.modules() if (config := getattr(module, "config", None)) is not None}
+    for config in configs.values():
+        own = getattr(config, "_attn_implementation", None) or "eager"
+        if not own.startswith(_SPLIT):
+            AttentionInterface.register(_SPLIT + own, attend)
+            masking_utils.AttentionMaskInterface.register(_SPLIT + own, partial(_mask_of_rows, own))
+            config._attn_implementation = _SPLIT + own
+
+
+def attention_function(module: nn.Module) -> Callable[..., Any] | None:
+    """The function that an attention module of a split model called before; None if it has none."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None) or "eager"
+    for kind in type(module).__mro__:
+        scope = sys.modules.get(kind.__module__)
+        functions = getattr(scope, "ALL_ATTENTION_FUNCTIONS", None)
+        if functions is not None:
+            default: Callable[..., Any] | None = getattr(scope, "eager_attention_forward", None)
+            found: Callable[..., Any] | None = functions.get(name.removeprefix(_SPLIT), default)
+            return found
+    return None
+
+
+_SPLIT = "zeropipe_cp_"  # before the name of an attention implementation
+
+
+@cache
+def _find_packed_in_full_rows() -> Callable[[Tensor], Tensor | None]:
+    """While masks of full rows are made, do not let transformers look for packed sequences in a part of them.
+
+    Returns the function that does.
+    """
+    from transformers import masking_utils
+
+    find: Callable[[Tensor], Tensor | None] = masking_utils.find_packed_sequence_indices
+
+    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor | None:
+        rows = getattr(_split, "rows", None)
+        if rows is None:
+            return find(position_ids)
+        rows.finds_packed = True
+        return None
+
+    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+    return find
+
+
+def _mask_of_rows(own: str, *, mask_function: Callable[..., Any], **arguments: Any) -> Any:
+    """A mask function of transformers for the attention implementation `own`, for the rows of this forward."""
+    from transformers import masking_utils
+
+    rows: SplitRows = _split.rows
+    make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[own]
+    arguments |= {"q_length": rows.length, "kv_length": rows.length, "q_offset": 0, "kv_offset": 0}
+    padding = arguments.get("attention_mask")
+    if padding is not None and padding.shape[-1] != rows.length:  # made by the model, which got none
+        arguments["attention_mask"] = None
+    if rows.positions is not None and (rows.is_packed or rows.finds_packed):
+        positions = rows.positions.expand(arguments["batch_size"], -1)
+        packed = _find_packed_in_full_rows()(positions)
+        if packed is not None:
+            mask_function = _keep_packed_apart(mask_function, positions, packed)
+            arguments["allow_is_causal_skip"] = False
+    if rows.chunks is None or (base_implementation(own) == "sdpa" and _is_causal_alone(arguments)):
+        return make(mask_function=mask_function, **arguments)
+    arguments["allow_is_causal_skip"] = False
+    masks = []
+    for chunk in rows.chunks:
+        arguments |= {"q_length": len(chunk), "q_offset": chunk.start}
+        masks.append(make(mask_function=mask_function, **arguments))
+    return None if masks[0] is None else torch.cat(masks, -2)
+
+
+def base_implementation(name: str | None) -> str:
+    """The attention implementation of transformers under one that `wrap_attention` or `split_attention` made."""
+    name = (name or "sdpa").removeprefix(_SPLIT)
+    return name.removeprefix(WRAPPED).partition("_")[0] if name.startswith(WRAPPED) else name
+
+
+def _is_causal_alone(arguments: Mapping[str, Any]) -> bool:
+    """Whether each token attends to all before it, for which sdpa needs no mask of whole rows."""
+    padding, window = arguments.get("attention_mask"), arguments.get("local_size")
+    if not arguments.get("allow_is_causal_skip", True) or (window is not None and window <= arguments["kv_length"]):
+        return False
+    return padding is None or bool(padding.all())
+
+
+def _keep_packed_apart(mask_function: Callable[..., Any], positions: Tensor, packed: Tensor) -> Callable[..., Any]:
+    """A mask function within each of the sequences that `packed` numbers."""
+    from transformers import masking_utils
+
+    remap = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if remap is not None:
+        made: Callable[..., Any] = remap(mask_function, positions, packed)
+        return made
+    inside = masking_utils.packed_sequence_mask_function(packed)
+    both: Callable[..., Any] = masking_utils.and_masks(mask_function, inside)
+    return both
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from zeropipe.train.inputs import (
     open_shapes,
 )  # fmt: skip
 from zeropipe.train.stage_costs import (
-    explain_ep,
+    explain_exchanges,
     explain_mismatch,
     make_candidate,
     master_bytes,
@@ -145,7 +145,7 @@ def _preview_data(config: RunConfig) -> list[str]:
 
 def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | None, bool]:
     """Costs of layers, and whether their times apply to this run. If not, they only give the model's shapes."""
-    if reason := explain_ep(config):  # nor is the memory known: that of experts is divided by ep too
+    if reason := explain_exchanges(config):  # nor is the memory known: that of experts is divided by ep too
         notes.append(reason)
         return None, False
     costs = load_layer_costs(config)

@@ -57,8 +57,10 @@ class RunCosts:
         return context.stage_costs(make_candidate(self.config, problem), counts, placement)
 
 
-def explain_ep(config: RunConfig) -> str:
-    """Why a run with divided experts has no prediction; empty if it may have one."""
+def explain_exchanges(config: RunConfig) -> str:
+    """Why a run with divided sequences or experts has no prediction; empty if it may have one."""
+    if config.mesh.cp > 1:
+        return f"no prediction with mesh.cp={config.mesh.cp}: costs do not have the exchanges of attention"
     ep, tp, source = config.mesh.ep, config.mesh.tp, config.schedule.costs
     if ep == 1:
         return ""
@@ -71,7 +73,7 @@ def explain_ep(config: RunConfig) -> str:
 
 def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     """Why `costs` cannot predict this run; empty if they can."""
-    if reason := explain_ep(config):
+    if reason := explain_exchanges(config):
         return reason
     data, engine = config.data, config.engine
     if config.mesh.ep > 1 and costs.dispatch != config.mesh.dispatch:

@@ -184,20 +184,6 @@ def test_training_equals_one_process(name, kind, changes, spreading):
     assert max(seen.values()) < TOLERANCE, seen
 
 
-class Graphs:
-    """A compiler that runs graphs as they are, and keeps the names of the collectives in them."""
-
-    def __init__(self) -> None:
-        self.collectives: set[str] = set()
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        return aot.compiled(graph, inputs, self.look, self.look)
-
-    def look(self, graph: Any, inputs: Any) -> Any:
-        self.collectives |= {str(node.target).split(".")[1] for node in graph.graph.nodes if "c10d" in str(node.target)}
-        return aot.as_it_is(graph)
-
-
 @pytest.fixture
 def group():
     """torch.distributed with this process alone: the collectives of a graph are all there."""
@@ -215,7 +201,7 @@ def test_one_graph_for_all_blocks(group, kind, sequence, monkeypatch):
     (stage,) = hf_stages(model, zp.build("1f1b", ranks=1, microbatches=1), 0).values()
     shard_stage(stage, find_plan(stage), ParameterShards(TPGroup.from_mesh(group), group), sequence)
     defer(stage)
-    graphs = Graphs()
+    graphs = aot.Graphs()
     if sequence:
         with monkeypatch.context() as torch_2_11:
             torch_2_11.setattr(torch_compile, "COMPILES_GATHERED", False)

@@ -1,4 +1,4 @@
-"""parallelize(): shard the stages of a rank over `tp`, `ep` and `dp_shard`."""
+"""parallelize(): divide the stages of a rank over `cp`, `tp`, `ep` and `dp_shard`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zeropipe.core.mesh import EXPERTS
+from zeropipe.core.mesh import DATA_DIMENSIONS, EXPERTS
 from zeropipe.engine.backward.experts import find_divided
 from zeropipe.engine.fsdp_private import units_of
-from zeropipe.engine.layout import DATA_DIMENSIONS, EXPERT_DATA, Layout
+from zeropipe.engine.layout import EXPERT_DATA, Layout
+from zeropipe.engine.mesh.context_parallel import apply_cp
 from zeropipe.engine.mesh.expert_parallel import apply_ep, divide_mesh
 from zeropipe.engine.mesh.tensor_parallel import apply_tp
 from zeropipe.errors import ConfigError, first_line, short
@@ -35,8 +36,12 @@ def parallelize(
     offload: bool = False,
     ep: int = 1,
     dispatch: str = "expert",
+    cp_exchange: str = "auto",
 ) -> dict[int, S]:
     """Shard this rank's stages over `tp` and `dp_shard`, in place, and return them; pass the Engine the same mesh.
+
+    With `cp` each process runs a part of every sequence of Hugging Face models; every process gets whole microbatches.
+    `cp_exchange`: in attention, exchange "heads" for tokens, or "gather" keys and values; "auto": heads if they divide.
 
     `ep`: divide the experts of every layer over this many of the `dp_shard` processes (without `dp_shard`, of
     `dp_replicate`), which must be a divisor of their number; tokens are sent to the process that has their experts.
@@ -69,6 +74,8 @@ def parallelize(
             apply_tp(stages.values(), mesh[name], plan, sequence=sequence_parallel)
         elif name == EXPERTS:
             apply_ep(stages.values(), expert_mesh, dispatch)
+    if layout.sizes.get("cp", 1) > 1:
+        apply_cp(stages.values(), mesh["cp"], cp_exchange, layout.sizes.get("tp", 1))
     if layout.sizes.get("dp_shard", 1) > 1:
         options = _fsdp_options(mesh, layout, dtype, reduce_dtype, offload)
         expert_options = _expert_options(options, expert_mesh)

@@ -35,6 +35,9 @@ class FakeGroup:
     def reduce_scatter(self, x: Tensor, dimension: int, group: TPGroup) -> Tensor:
         return take_chunk(self.all_reduce(x), dimension, group)
 
+    def all_to_all(self, x: Tensor, group: TPGroup) -> Tensor:
+        return torch.stack([other[group.rank] for other in self.gather(x)])
+
 
 fake_groups: dict[str, FakeGroup] = {}  # by name
 
@@ -91,6 +94,14 @@ def reduce_scatter(x: Tensor, dimension: int, group: TPGroup) -> Tensor:
     if group.name in fake_groups:
         return fake_groups[group.name].reduce_scatter(x, dimension, group)
     return _finish(torch_comm.start_sum_scatter(torch.cat(x.chunk(group.size, dimension)), group.name))
+
+
+def all_to_all(x: Tensor, group: TPGroup) -> Tensor:
+    """x[i] goes to rank i; the result has at i what rank i sent."""
+    if group.name in fake_groups:
+        return fake_groups[group.name].all_to_all(x, group)
+    even = [1] * group.size
+    return _finish(torch_comm.start_exchange(x, even, even, group.name))
 
 
 class Copy(torch.autograd.Function):

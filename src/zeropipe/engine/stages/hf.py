@@ -35,9 +35,10 @@ class HFStage(nn.Module):
     Its modules have the names, and its layers the indices, that they have in the full model.
     """
 
-    sequence_shards = 1  # number of processes that share each sequence
+    sequence_shards = 1  # number of processes of tp that share each sequence
     # computes the losses of `targets` by running the model up to its head; set by the engine
     fused_head: Callable[[Callable[[], Tensor], Targets], TokenLosses] | None = None
+    context: Any = None  # with cp, this process's part of every sequence (mesh.cp_stage.ContextPart)
 
     def __init__(
         self,
@@ -135,6 +136,11 @@ class HFStage(nn.Module):
         return self.lm.get_submodule(self.family.base)
 
     @property
+    def packing(self) -> Packing:
+        """How it keeps packed samples apart."""
+        return self._packing
+
+    @property
     def layers(self) -> range:
         """The indices of its layers in the full model."""
         return self.cut[self.stage]
@@ -176,7 +182,7 @@ class HFStage(nn.Module):
         if cu_seqlens is not None:
             require_packable(self.family, self.lm.config, microbatch)
             inputs |= self._packing.inputs(cu_seqlens, inputs.get("position_ids"))
-        return inputs
+        return inputs if self.context is None else self.context.pick(inputs)
 
     def refusal(self, microbatch: Microbatch) -> str | None:
         """Why this stage cannot run a microbatch; None if it can."""
@@ -184,6 +190,8 @@ class HFStage(nn.Module):
             return f"a microbatch has the keys {sorted(microbatch)}: must have 'input_ids' for a Hugging Face model"
         if self.is_first and (reason := _check_tokens(microbatch, self._num_tokens)) is not None:
             return reason  # raised on all ranks, so that the others need not check
+        if self.context is not None:
+            return self.context.refusal(microbatch)
         length = microbatch["input_ids"].shape[-1] if self.sequence_shards > 1 else 0
         if length % self.sequence_shards == 0:
             return None
@@ -194,6 +202,7 @@ class HFStage(nn.Module):
 
     def forward(self, *inputs: Tensor, **kwargs: Any) -> Any:
         router_loss = self._router_loss
+        mask = kwargs.pop("token_mask", kwargs.get("attention_mask"))
         if router_loss is None:
             return self._forward(inputs, **kwargs)
         *states, sums = (*inputs, router_loss.zeros(kwargs["input_ids"].device)) if self.is_first else inputs
@@ -202,9 +211,11 @@ class HFStage(nn.Module):
             output = self._forward(states, **kwargs)
         finally:
             logits = router_loss.stop()
-        sums = router_loss.add(sums, logits, kwargs.get("attention_mask"))
+        sums = router_loss.add(sums, logits, mask)
         outputs = output if type(output) is tuple else (output,)
-        return (*outputs, router_loss.loss(sums) if self.is_last else sums)
+        if not self.is_last:
+            return (*outputs, sums)
+        return (*outputs, router_loss.loss(sums if self.context is None else self.context.sum(sums)))
 
     @property
     def running_state(self) -> Any:
@@ -223,6 +234,7 @@ class HFStage(nn.Module):
         is_packed: bool = False,
         sample_lengths: Tensor | None = None,
         samples: Samples | None = None,
+        row_positions: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor | TokenLosses | tuple[Tensor, ...]:
         if not self.is_first:
@@ -231,7 +243,12 @@ class HFStage(nn.Module):
             self._start.received = inputs
             self._zero_weights.match(inputs[0])
         try:
-            with self._packing.separate_samples(kwargs.get("position_ids"), is_packed, sample_lengths, samples):
+            if self.context is not None:
+                length = kwargs["input_ids"].shape[-1]
+                rows = self.context.whole_rows(length, row_positions, is_packed, sample_lengths, samples)
+            else:
+                rows = self._packing.separate_samples(kwargs.get("position_ids"), is_packed, sample_lengths, samples)
+            with rows:
                 output = self._run(kwargs)
         except StageEnd as end:
             return end.values if len(end.values) > 1 else end.values[0]

@@ -103,7 +103,18 @@ class Samples:
         self._shape = rows, tokens
         self._starts = starts[:, None]  # of the rows
         self._ends = torch.cat([cu_seqlens.detach().cpu().int(), starts]).unique()
+        self._padded: dict[int, Samples] = {}
         self._tables: dict[tuple[str, Reach, torch.device], BlockTable | Borders] = {}
+
+    def padded(self, tokens: int) -> Samples:
+        """The samples of rows that are padded to so many tokens: the padding of a row is a sample of its own."""
+        if tokens not in self._padded:
+            rows, length = self._shape
+            before, after = (end // length * (tokens - length) for end in (self._ends, (self._ends - 1).clamp(0)))
+            row_ends = torch.arange(1, rows + 1, dtype=torch.int32) * tokens
+            ends = torch.cat([self._ends + before, self._ends + after, row_ends])
+            self._padded[tokens] = Samples(ends, rows, tokens)
+        return self._padded[tokens]
 
     @property
     def is_used(self) -> bool:

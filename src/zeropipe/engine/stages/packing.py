@@ -75,7 +75,7 @@ class Packing:
     """How one model, or one stage of it, keeps packed samples apart."""
 
     def __init__(self, lm: nn.Module, attention: PackedAttention | None = None) -> None:
-        self._config, self._rotary, self._attention = lm.config, _length_dependent_rotary(lm), attention
+        self._config, self.rotary, self.attention = lm.config, _length_dependent_rotary(lm), attention
         if attention is not None:
             use(lm)
 
@@ -83,9 +83,9 @@ class Packing:
         """The inputs of HFStage.forward for packed rows; `positions` are the microbatch's own position ids."""
         positions = position_ids(cu_seqlens) if positions is None else positions
         inputs: dict[str, Any] = {"position_ids": positions, "is_packed": True}
-        if self._rotary:
+        if self.rotary:
             inputs["sample_lengths"] = sample_lengths(cu_seqlens, positions)
-        if self._attention is not None:
+        if self.attention is not None:
             inputs["samples"] = find_samples(cu_seqlens, *positions.shape[-2:])
         if uses_flash(self._config):
             longest = int(cu_seqlens.diff().max())
@@ -107,10 +107,10 @@ class Packing:
                 stack.enter_context(no_packed_masks())
             elif is_packed:
                 stack.enter_context(masks_from_positions(positions, quirk_of(self._config).mask_functions))
-            if samples is not None and self._attention is not None:
-                stack.enter_context(attend_within(samples, self._attention))
+            if samples is not None and self.attention is not None:
+                stack.enter_context(attend_within(samples, self.attention))
             if lengths is not None:
-                stack.enter_context(_rotary_per_sample(self._rotary, lengths))
+                stack.enter_context(rotary_per_sample(self.rotary, lengths))
             yield
 
 
@@ -152,7 +152,7 @@ def _length_dependent_rotary(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _rotary_per_sample(rotary: Iterable[nn.Module], lengths: Tensor) -> Iterator[None]:
+def rotary_per_sample(rotary: Iterable[nn.Module], lengths: Tensor) -> Iterator[None]:
     """Let such embeddings rotate each packed sample as if it were alone; `lengths` has one value per token."""
     hook = partial(_rotate_per_sample, lengths)
     hooks = [module.register_forward_hook(hook, with_kwargs=True) for module in rotary]

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeropipe.core.mesh import DATA_DIMENSIONS
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.backward.gradients import to_local
-from zeropipe.engine.layout import DATA_DIMENSIONS, Layout
+from zeropipe.engine.layout import Layout
 from zeropipe.engine.stages.contract import Microbatch, StageInfo, list_ties
 from zeropipe.engine.step.sums import find_copies
 

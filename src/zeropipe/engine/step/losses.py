@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.engine.backward.gradients import GradientStash
+from zeropipe.engine.mesh.cp_stage import ContextPart
 from zeropipe.engine.mesh.vocab_parallel import prepare_output, token_entropies, token_losses
 from zeropipe.engine.stages.contract import Targets, TokenLosses
 from zeropipe.engine.torch_private import autograd as torch_autograd
@@ -38,6 +39,7 @@ class CausalLMLoss:
     labels: str = "labels"
     ignore: int = -100
     takes_pieces: ClassVar[bool] = True
+    takes_parts: ClassVar[bool] = True
 
     def count(self, microbatch: Mapping[str, Any]) -> int:
         """The number of tokens with a loss."""
@@ -52,10 +54,13 @@ class CausalLMLoss:
         """What a fused head computes losses of."""
         return Targets(_next_tokens(microbatch, self.labels, self.ignore))
 
-    def __call__(self, output: Any, microbatch: Mapping[str, Any]) -> tuple[Tensor, int | Tensor]:
+    def __call__(
+        self, output: Any, microbatch: Mapping[str, Any], part: ContextPart | None = None
+    ) -> tuple[Tensor, int | Tensor]:
         found, extra = output if type(output) is tuple else (output, None)
-        losses = _losses(found, microbatch, self.labels, self.ignore).losses
-        count = (microbatch[self.labels][..., 1:] != self.ignore).sum()
+        losses = _losses(found, microbatch, self.labels, self.ignore, part=part).losses
+        labels = microbatch[self.labels]
+        count = ((labels[..., 1:] if part is None else part.next_labels(labels, self.ignore)) != self.ignore).sum()
         total = losses.sum()
         return total if extra is None else total + extra * count.to(extra.device), count
 
@@ -74,23 +79,36 @@ class LogProbabilities:
     ignore: int = -100
     entropies: bool = False
     takes_pieces: ClassVar[bool] = True
+    takes_parts: ClassVar[bool] = True
 
     def targets(self, microbatch: Mapping[str, Any]) -> Targets:
         """What a fused head computes losses of."""
         return Targets(_next_tokens(microbatch, self.labels, self.ignore), entropies=self.entropies)
 
-    def __call__(self, output: Any, microbatch: Mapping[str, Any]) -> Any:
+    def __call__(self, output: Any, microbatch: Mapping[str, Any], part: ContextPart | None = None) -> Any:
         found = output[0] if type(output) is tuple else output
-        losses, entropies = _losses(found, microbatch, self.labels, self.ignore, self.entropies)
+        losses, entropies = _losses(found, microbatch, self.labels, self.ignore, self.entropies, part)
+        if part is not None:
+            length = microbatch[self.labels].shape[-1]
+            losses = part.gather(losses, length)[:, :-1]
+            entropies = None if entropies is None else part.gather(entropies, length)[:, :-1]
         return -losses if entropies is None else (-losses, entropies)
 
 
 def _losses(
-    found: Tensor | TokenLosses, microbatch: Mapping[str, Any], name: str, ignore: int, entropies: bool = False
+    found: Tensor | TokenLosses,
+    microbatch: Mapping[str, Any],
+    name: str,
+    ignore: int,
+    entropies: bool = False,
+    part: ContextPart | None = None,
 ) -> TokenLosses:
-    """The losses of all tokens but the last of each row: of a fused head, or of logits."""
+    """The losses of all tokens but the last of each row, or of a part of the tokens: of a fused head, or of logits."""
     if isinstance(found, TokenLosses):
         return found
+    if part is not None:
+        labels = _require_shape(part.next_labels(microbatch[name], ignore), found.shape[:-1], name, "logits")
+        return TokenLosses(token_losses(found, labels, ignore), token_entropies(found) if entropies else None)
     labels, logits = _labels(found, microbatch, name), found[..., :-1, :]
     return TokenLosses(token_losses(logits, labels, ignore), token_entropies(logits) if entropies else None)
 
@@ -125,6 +143,25 @@ def find_targets(loss_fn: Any) -> Callable[[Mapping[str, Any]], Targets] | None:
     return None
 
 
+def call_on_output(function: Any, output: Any, microbatch: Mapping[str, Any], part: ContextPart | None) -> Any:
+    """Call a loss, or another function, with a last stage's output, in the form that it takes.
+
+    That is full logits, unless it has `takes_pieces = True` (see `prepare_output`). With cp a process has the logits of
+    a `part` of the tokens: a function with `takes_parts = True` gets these, and the part as a third argument.
+    """
+    output = prepare_output(function, output)
+    if part is None:
+        return function(output, microbatch)
+    if takes_parts(function):
+        return function(output, microbatch, part)
+    return function(part.gather_output(output, microbatch["input_ids"].shape[-1]), microbatch)
+
+
+def takes_parts(function: Any) -> bool:
+    """Whether a loss takes the logits of a part of the tokens."""
+    return bool(getattr(function, "takes_parts", False))
+
+
 @dataclass
 class LossAccumulator:
     """The losses of one step on a rank with the last stage.
@@ -140,6 +177,7 @@ class LossAccumulator:
     stash: GradientStash = field(default_factory=GradientStash)
     stage_parameters: Container[int] = ()  # ids
     total_count: float | None = None  # of the step, if the loss function has a count()
+    part: ContextPart | None = None  # with cp, this process's part of the tokens
     divides_late: bool = False
     other_leaves: dict[int, Tensor] = field(default_factory=dict)
     has_outer_graph: bool = False  # a gradient flowed into a graph of the caller, where it cannot be divided later
@@ -152,7 +190,7 @@ class LossAccumulator:
                 f"loss_fn is a {type(self.loss_fn).__name__}: must be a function (output, microbatch) on every rank "
                 "that has the last stage"
             )
-        value = self.loss_fn(prepare_output(self.loss_fn, output), microbatch)
+        value = call_on_output(self.loss_fn, output, microbatch, self.part)
         _check_loss(value, output)
         if isinstance(value, Tensor):
             self._losses[index] = (_detach(value), 1, {})

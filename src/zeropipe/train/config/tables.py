@@ -75,6 +75,7 @@ class MeshTable(Table):
     pp: Count = Field(default=1, description="Pipeline ranks.")
     dp_replicate: Count = Field(default=1, description="Replicas of the model (data parallelism).")
     dp_shard: Count = Field(default=1, description="Processes that shard the weights of a replica (FSDP2).")
+    cp: Count = Field(default=1, description="Processes that have a part of every sequence (context parallelism).")
     tp: Count = Field(default=1, description="Processes that shard every layer (tensor parallelism).")
     ep: Count = Field(
         default=1,
@@ -95,7 +96,7 @@ class MeshTable(Table):
 
     @property
     def num_processes(self) -> int:
-        return self.pp * self.num_pipelines * self.tp
+        return self.pp * self.num_pipelines * self.cp * self.tp
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -1,0 +1,35 @@
+"""Context parallelism: every process of `cp` has a part of every sequence, of all layers of its stages.
+
+Weights are the same on all of them. Each process has the gradients of its own tokens, which the engine sums once per
+step (`COPY_DIMENSIONS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeropipe.engine.mesh.cp_attention import has_copied_keys, require_exchange
+from zeropipe.engine.mesh.cp_check import check_parts
+from zeropipe.engine.mesh.cp_stage import split_stage
+from zeropipe.engine.mesh.tp_collectives import TPGroup
+from zeropipe.engine.stages.hf import HFStage
+from zeropipe.errors import ConfigError
+
+
+def apply_cp(stages: Iterable[Any], mesh: DeviceMesh, exchange: str, tp: int) -> None:
+    """Let stages run this process's part of every sequence, in place. It is checked on a small copy first.
+
+    `exchange`: how attention gets what it needs of the other tokens; `tp`: over how many processes heads are divided.
+    """
+    group = TPGroup.from_mesh(mesh)
+    for stage in stages:
+        if not isinstance(stage, HFStage):
+            raise ConfigError(f"cp={mesh.size()} needs stages of a Hugging Face model (hf_stages); leave out cp")
+        if stage.context is not None:
+            raise ConfigError("a stage is already divided over cp; call parallelize() once")
+        chosen = require_exchange(exchange, stage.full_config, tp, group.size)
+        check_parts(stage, chosen, has_copied_keys(stage.full_config, tp, group.size))
+        split_stage(stage, group, chosen)

@@ -1,0 +1,210 @@
+"""Attention of a part of the tokens: what it needs of the others comes from the other processes of `cp`.
+
+transformers' models call their attention through one interface, so `attend` stands in for it in all of them. It
+exchanges tensors and calls the model's own attention function, with masks of whole rows (`transformers_private`).
+
+heads   each process attends with some heads for all tokens: two all-to-alls, of queries, keys and values, and of the
+        result (DeepSpeed-Ulysses). With fewer key heads than processes, several get the same one.
+gather  each process gathers the keys and values of all tokens, and attends with its own queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from zeropipe.engine.mesh.tp_collectives import TPGroup, all_gather, all_to_all, reduce_scatter
+from zeropipe.engine.stages.sequence_parts import SequenceParts
+from zeropipe.engine.transformers_private import base_implementation
+from zeropipe.errors import ConfigError
+
+HEADS, GATHER = "heads", "gather"
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class SplitAttention(NamedTuple):
+    """How the attention modules of a stage attend; each has it as `split_attention`."""
+
+    group: TPGroup
+    exchange: str
+    run: Attention  # the model's own function
+
+    @property
+    def parts(self) -> SequenceParts:
+        return SequenceParts(self.group.rank, self.group.size)
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of transformers' interface: tensors are (rows, heads, tokens, width)."""
+    split: SplitAttention = module.split_attention  # type: ignore[assignment]
+    kwargs.pop("position_ids", None)  # of its own tokens: flash attention would look for packed sequences in them
+    run = _attend_by_heads if split.exchange == HEADS else _attend_with_all_keys
+    return run(module, split, (query, key, value), attention_mask, kwargs), None
+
+
+Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+def _attend_with_all_keys(
+    module: nn.Module, split: SplitAttention, tensors: Tensors, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor:
+    query, key, value = tensors
+    key, value = (gather_tokens(x, 2, split.group) for x in (key, value))
+    if mask is not None or not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        return split.run(module, query, key, value, mask, **kwargs)[0]
+    found = []  # a chunk attends to all tokens up to its end
+    for chunk, some in zip(split.parts.chunks(key.shape[2]), query.chunk(2, 2)):
+        before = slice(chunk.stop)
+        triangle = _triangle(len(chunk), chunk.stop, query.device)
+        found.append(split.run(module, some, key[:, :, before], value[:, :, before], triangle, **kwargs)[0])
+    return torch.cat(found, 1)
+
+
+def _triangle(queries: int, keys: int, device: torch.device) -> Tensor:
+    """The mask of the last queries. A compiled graph cannot make the one that flash attention takes without memory."""
+    if torch.compiler.is_compiling():
+        return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return causal_lower_right(queries, keys)
+
+
+def _attend_by_heads(
+    module: nn.Module, split: SplitAttention, tensors: Tensors, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor:
+    query, key, value = tensors
+    size, heads = split.group.size, query.shape[1]
+    copies = size // gcd(key.shape[1], size)
+    if copies > 1:
+        key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+    own = range(heads // size * split.group.rank, heads // size * (split.group.rank + 1))
+    if mask is not None and mask.dim() == 4 and mask.shape[1] == heads > 1:
+        mask = mask[:, own.start : own.stop]
+    kwargs = {
+        name: value[own.start : own.stop] if isinstance(value, Tensor) and value.shape == (heads,) else value
+        for name, value in kwargs.items()
+    }
+    query, key, value = _TokensToHeads.apply(split.group, query, key, value)
+    found, _ = split.run(_HeadsOf(module, heads, own, copies), query, key, value, mask, **kwargs)
+    return _HeadsToTokens.apply(split.group, found)
+
+
+class _HeadsOf:
+    """An attention module as its attention function sees it, of which only some heads are there."""
+
+    def __init__(self, module: nn.Module, heads: int, own: range, copies: int) -> None:
+        self._module, self._heads, self._own = module, heads, own
+        if (groups := getattr(module, "num_key_value_groups", None)) is not None:
+            self.num_key_value_groups = groups // copies
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if isinstance(value, Tensor) and value.shape == (self._heads,):  # sinks, one for each head
+            return value[self._own.start : self._own.stop]
+        return value
+
+
+class _TokensToHeads(torch.autograd.Function):
+    """Of several (rows, heads, own tokens, width) all tokens of own heads."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TPGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return _to_heads(group, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *_to_tokens(ctx.group, gradients, 1, 2))
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    """Of (rows, all tokens, own heads, width) own tokens of all heads."""
+
+    @staticmethod
+    def forward(ctx: Any, group: TPGroup, x: Tensor) -> Tensor:
+        ctx.group = group
+        return _to_tokens(group, (x,), 2, 1)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+        return None, _to_heads(ctx.group, (dy.transpose(1, 2),))[0].transpose(1, 2)
+
+
+def _to_heads(group: TPGroup, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    parts = SequenceParts(group.rank, group.size)
+    received = _exchange([x.chunk(group.size, 1) for x in tensors], group)
+    return tuple(parts.join(some, 2) for some in received)
+
+
+def _to_tokens(group: TPGroup, tensors: Sequence[Tensor], heads: int, tokens: int) -> tuple[Tensor, ...]:
+    """The other way, of tensors with these dimensions of heads and tokens."""
+    parts = SequenceParts(group.rank, group.size)
+    received = _exchange([parts.cut(x, tokens) for x in tensors], group)
+    return tuple(torch.cat(some, heads) for some in received)
+
+
+def _exchange(sent: Sequence[Sequence[Tensor]], group: TPGroup) -> list[list[Tensor]]:
+    """Send the i-th of each list to process i, in one message; returns what they sent to this one."""
+    flat = torch.stack([torch.cat([some[i].reshape(-1) for some in sent]) for i in range(group.size)])
+    received = all_to_all(flat, group).split([some[0].numel() for some in sent], 1)
+    return [[row.view(some[0].shape) for row in rows] for rows, some in zip(received, sent)]
+
+
+def gather_tokens(x: Tensor, dim: int, group: TPGroup) -> Tensor:
+    """All tokens, of the parts of all processes along a dimension; gradients are summed over processes."""
+    return _GatherTokens.apply(x, dim, group)
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: TPGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return join_parts(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        group = ctx.group
+        parts = torch.cat(SequenceParts(group.rank, group.size).cut(dy, ctx.dim))
+        return reduce_scatter(parts, 0, group), None, None
+
+
+def join_parts(x: Tensor, dim: int, group: TPGroup) -> Tensor:
+    """All tokens, of the parts of all processes, without a gradient."""
+    return SequenceParts(group.rank, group.size).join(all_gather(x, 0, group).chunk(group.size), dim)
+
+
+def choose_exchange(config: Any, tp: int, cp: int) -> str:
+    """By heads if their number divides: that sends less, and its attention kernels are those of whole rows."""
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    return HEADS if isinstance(heads, int) and heads % tp == 0 and heads // tp % cp == 0 else GATHER
+
+
+def has_copied_keys(config: Any, tp: int, cp: int) -> bool:
+    """Whether several processes get the same key heads, where heads are exchanged."""
+    heads = getattr(config.get_text_config(), "num_key_value_heads", None)
+    return isinstance(heads, int) and (heads // tp) % cp != 0
+
+
+def require_exchange(exchange: object, config: Any, tp: int, cp: int) -> str:
+    """The exchange of attention for a model; ConfigError for one that it cannot have."""
+    implementation = base_implementation(config._attn_implementation)
+    best = choose_exchange(config, tp, cp)
+    chosen = best if exchange == "auto" else exchange
+    if chosen not in (HEADS, GATHER):
+        raise ConfigError(f"cp_exchange={exchange!r}: must be auto, {HEADS} or {GATHER}")
+    heads = getattr(config.get_text_config(), "num_attention_heads", None)
+    if chosen == HEADS and best != HEADS:
+        raise ConfigError(
+            f"cp_exchange='heads': cp={cp} x tp={tp} must divide num_attention_heads={heads}; use cp_exchange='gather'"
+        )
+    if chosen == GATHER and implementation not in ("eager", "sdpa"):
+        raise ConfigError(
+            f"attn_implementation={implementation!r} with cp={cp}: its heads cannot be exchanged, as cp x tp must "
+            f"divide num_attention_heads={heads}; use attn_implementation='sdpa', or another cp"
+        )
+    return chosen

@@ -1,0 +1,160 @@
+"""Context parallelism: parts of sequences on several processes, equal to one process."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import aot
+import context_cases as cases
+import torch
+import torch.distributed as dist
+from engine_helpers import TOLERANCE, largest, ranks
+from family_models import tiny
+from stage_models import lm_loss, plain_step, staged_step
+from tensor_cases import config_of, tokens
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeropipe as zp
+from zeropipe.engine import WeightStore, defer, hf_model, hf_stages, prepare_blocks
+from zeropipe.engine.mesh.cp_attention import has_copied_keys, require_exchange
+from zeropipe.engine.mesh.cp_check import check_parts
+from zeropipe.engine.mesh.cp_stage import split_stage
+from zeropipe.engine.mesh.tp_collectives import TPGroup
+from zeropipe.engine.stages.sequence_parts import SequenceParts
+from zeropipe.errors import ConfigError
+
+PP_CP, CP4 = {"pp": 2, "cp": 2}, {"pp": 1, "cp": 4}
+WIDE = ({"pp": 2, "cp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2, "cp": 2}, {"pp": 2, "dp_replicate": 2, "cp": 2})
+BATCHES: dict[str, dict[str, Any]] = {"plain": {}, "packed": {"packed": True}, "padded": {"padded": True}}
+QUICK = [(PP_CP, "1f1b", "plain", "gather"), (PP_CP, "zbv", "packed", "heads"), (CP4, "1f1b", "padded", "heads")]
+STEPS = [
+    pytest.param(*job, marks=() if job in QUICK else pytest.mark.full)
+    for job in product((PP_CP, CP4, *WIDE), ("1f1b", "zbv", "dualpipev"), BATCHES, ("heads", "gather"))
+]
+OPTIONS: list[dict[str, Any]] = [
+    {"ac": "full", "dynamic_weights": True}, {"ac": "selective:op"}, {"compile": True}, {"compile": True, "ac": "full"},
+]  # fmt: skip
+
+
+def build(name: str, sizes: dict[str, int]) -> Any:
+    return zp.build(name, ranks=sizes["pp"], microbatches=4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_parts_are_all_tokens_and_cost_the_same(size):
+    x = torch.arange(24)[None]
+    parts = [SequenceParts(rank, size) for rank in range(size)]
+    taken = [part.take(x, 1) for part in parts]
+    assert torch.equal(parts[0].join(taken, 1), x)
+    assert all(torch.equal(one, other) for one, other in zip(parts[0].cut(x, 1), taken))
+    assert len({int((part + 1).sum()) for part in taken}) == 1  # how many tokens all tokens of a part attend to
+    assert parts[0].padded(23, 2) % (4 * size) == 0
+    assert parts[0].padded(4 * size, 2) == 4 * size
+
+
+@pytest.mark.parametrize("sizes, name, batches, exchange", STEPS)
+def test_steps_equal_one_process(sizes, name, batches, exchange):
+    """With cp=4 two processes get the same of two key heads."""
+    changes, spreading = {"tie_word_embeddings": True, "num_hidden_layers": 4}, {"cp_exchange": exchange}
+    job = (cases.train_on_cp, build(name, sizes), sizes, "qwen3", changes, BATCHES[batches], spreading, {}, 5)
+    if exchange == "heads" and sizes.get("tp", 1) * sizes["cp"] > 4:
+        pytest.skip("it has 4 heads")
+    seen = largest(ranks(prod(sizes.values())).run(*job, timeout=280))
+    assert max(seen.values()) < TOLERANCE, seen
+
+
+@pytest.mark.parametrize("exchange", ["heads", pytest.param("gather", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["mixtral", *(pytest.param(k, marks=pytest.mark.full) for k in ("gpt_oss", "gemma2"))])
+def test_families(kind, exchange):
+    """Losses of routers, windows, sinks, soft-caps."""
+    changes = {"output_router_logits": True} if kind == "mixtral" else {}
+    job = (cases.train_on_cp, build("1f1b", PP_CP), PP_CP, kind, changes, {}, {"cp_exchange": exchange}, {}, 2)
+    seen = largest(ranks(4).run(*job))
+    assert max(seen.values()) < (1e-5 if changes else TOLERANCE), seen  # routers' losses are computed in float32
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("exchange", ["heads", "gather"])
+def test_options(options, exchange):
+    job = (cases.train_on_cp, build("zbv", PP_CP), PP_CP, "qwen3", {}, {}, {"cp_exchange": exchange}, options, 2)
+    seen = largest(ranks(4).run(*job, timeout=280))
+    # norms compute in float32, which the compiler rounds in another order
+    assert max(seen.values()) < (1e-3 if options.get("compile") else TOLERANCE), seen
+
+
+def test_outputs_and_losses_of_whole_rows():
+    seen = largest(ranks(4).run(cases.outputs_on_cp, build("1f1b", PP_CP), PP_CP, "llama"))
+    assert max(seen.values()) < TOLERANCE, seen
+
+
+def stage_of(kind: str, **changes: Any) -> Any:
+    return hf_stages(config_of(kind, **changes), zp.build("1f1b", ranks=1, microbatches=1), 0)[0]
+
+
+@pytest.mark.parametrize("exchange, collectives", [("heads", {"all_to_all_single"}), ("gather", {"gather", "scatter"})])
+def test_one_graph_for_all_blocks(exchange, collectives):
+    torch._dynamo.reset()
+    counters.clear()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        model = hf_model(config_of("qwen3", num_hidden_layers=2))
+        (stage,) = hf_stages(model, zp.build("1f1b", ranks=1, microbatches=1), 0).values()
+        split_stage(stage, TPGroup.from_mesh(mesh), exchange)
+        defer(stage)
+        graphs = aot.Graphs()
+        prepare_blocks(stage, compile=True, backend=graphs)
+        batches = tokens(2, 0, (8,))
+        plain_step(model, batches)
+        staged_step([stage], batches, WeightStore(), loss_fn=lm_loss)
+    finally:
+        dist.destroy_process_group()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert all(any(word in name for name in graphs.collectives) for word in collectives), graphs.collectives
+    for name, parameter in stage.named_parameters():
+        wanted = model.get_parameter(stage.full_name(name)).grad
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("exchange, copies", [("heads", False), ("heads", True), ("gather", False)])
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+def test_a_small_copy_proves_it(kind, exchange, copies):
+    check_parts(stage_of(kind), exchange, copies)
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("mamba", "its forward takes no position_ids"),
+        ("qwen3_next", "Qwen3NextGatedDeltaNet mixes or counts tokens outside of"),
+        ("gptj", "its attention is not called through transformers' attention interface"),
+    ],
+)
+def test_what_cannot_run_in_parts_is_refused_by_name(kind, words):
+    stage = hf_stages(tiny(kind), zp.build("1f1b", ranks=1, microbatches=1), 0)[0]
+    with pytest.raises(ConfigError, match=rf"model_type='{kind}' cannot run with cp: {words}.*; leave out cp"):
+        check_parts(stage, "gather")
+
+
+def test_the_exchange_is_chosen_by_heads():
+    config = config_of("llama")  # 4 heads, of keys 2
+    assert [require_exchange("auto", config, tp, cp) for tp, cp in ((1, 2), (2, 2), (1, 3), (4, 2))] == [
+        "heads", "heads", "gather", "gather",
+    ]  # fmt: skip
+    assert [has_copied_keys(config, tp, cp) for tp, cp in ((1, 2), (1, 4), (2, 2))] == [False, True, True]
+    with pytest.raises(ConfigError, match="cp_exchange='heads': cp=3 x tp=1 must divide num_attention_heads=4"):
+        require_exchange("heads", config, 1, 3)
+    with pytest.raises(ConfigError, match="cp_exchange='rings': must be auto, heads or gather"):
+        require_exchange("rings", config, 1, 2)
+    config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ConfigError, match="attn_implementation='flash_attention_2' with cp=3: its heads cannot be"):
+        require_exchange("auto", config, 1, 3)

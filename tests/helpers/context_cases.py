@@ -1,0 +1,108 @@
+"""What the local ranks run in test_context.py: parts of sequences on `cp`, beside the same model in one process."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from engine_helpers import error_of, hf_plain_step
+from mesh_cases import compare_update, hf_difference, mesh_of
+from tensor_cases import VOCABULARY, config_of
+from torch import Tensor, nn
+
+from zeropipe.core.mesh import DATA_DIMENSIONS
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine import CausalLMLoss, Engine, LogProbabilities, hf_model, hf_stages, parallelize
+from zeropipe.engine.stages.packing import position_ids
+
+
+def tokens(number: int, step: int, packed: bool = False, padded: bool = False) -> list[dict[str, Any]]:
+    """Microbatches of lengths that divide over processes and that do not, with tokens that do not count."""
+    generator = torch.Generator().manual_seed(step)
+    made = []
+    for index in range(number):
+        rows, length = (1 if packed else 2), (13, 16)[index % 2]
+        ids = torch.randint(VOCABULARY, (rows, length), generator=generator)
+        labels = ids.clone()
+        labels[0, : 2 + index] = -100
+        batch = {"input_ids": ids, "labels": labels}
+        if packed:
+            cu_seqlens = torch.tensor([0, 3, 9, length])
+            labels[0, cu_seqlens[:-1]] = -100
+            batch["cu_seqlens"] = cu_seqlens
+        if padded:
+            batch["attention_mask"] = torch.ones_like(ids)
+            batch["attention_mask"][1, 7:] = 0
+            labels[1, 7:] = -100
+        made.append(batch)
+    return made
+
+
+def train_on_cp(
+    schedule: Schedule, sizes: dict[str, int], kind: str, changes: dict[str, Any], batches: dict[str, Any],
+    spreading: dict[str, Any], options: dict[str, Any], steps: int = 2,
+) -> dict[str, float]:  # fmt: skip
+    """AdamW steps with clipping beside one process; the largest differences."""
+    config, mesh, loss_fn = config_of(kind, **changes), mesh_of(sizes), CausalLMLoss()
+    plain = hf_model(config)
+    stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
+    parallelize(stages, mesh, **spreading)
+    pipelines = math.prod(size for name, size in sizes.items() if name in DATA_DIMENSIONS)
+    mine = 0
+    for name in DATA_DIMENSIONS:
+        mine = mine * sizes.get(name, 1) + (mesh[name].get_local_rank() if name in sizes else 0)
+    seen = {"loss": 0.0, "grad": 0.0, "norm": 0.0, "weight": 0.0, "eval": 0.0}
+    with Engine(schedule, stages, mesh=mesh, **options) as engine:
+        ours, theirs = (
+            torch.optim.AdamW(p, lr=0.01, foreach=False) for p in (engine.parameters(), list(plain.parameters()))
+        )
+        for step in range(steps):
+            everybodys = [tokens(schedule.num_microbatches, 10 * step + i, **batches) for i in range(pipelines)]
+            data, every = everybodys[mine], [batch for some in everybodys for batch in some]
+            evaluated = engine.eval_step(data, loss_fn).loss
+            wanted = hf_plain_step(plain, [_for_plain(batch) for batch in every], loss_fn)
+            seen["eval"] = max(seen["eval"], abs(evaluated - wanted) / wanted)
+            seen["loss"] = max(seen["loss"], abs(engine.train_step(data, loss_fn).loss - wanted) / wanted)
+            compare_update(seen, engine, plain, (ours, theirs), partial(hf_difference, stages, plain))
+    return seen
+
+
+def _for_plain(batch: dict[str, Any]) -> dict[str, Any]:
+    """The same samples for transformers' own model: packed ones are told apart by their positions."""
+    batch = dict(batch)
+    if (cu_seqlens := batch.pop("cu_seqlens", None)) is not None:
+        batch["position_ids"] = position_ids(cu_seqlens)
+    return batch
+
+
+class Mean:
+    """A loss that knows nothing of parts."""
+
+    def __call__(self, logits: Tensor, batch: dict[str, Any]) -> Tensor:
+        labels = batch["labels"][..., 1:].reshape(-1)
+        return nn.functional.cross_entropy(logits[..., :-1, :].reshape(-1, VOCABULARY), labels)
+
+
+def outputs_on_cp(schedule: Schedule, sizes: dict[str, int], kind: str) -> dict[str, float]:
+    """Outputs, log-probabilities and a loss of whole rows, beside the plain model."""
+    config, mesh = config_of(kind, num_hidden_layers=2), mesh_of(sizes)
+    plain, data = hf_model(config), tokens(schedule.num_microbatches, 0)
+    stages = parallelize(hf_stages(config, schedule, mesh["pp"].get_local_rank()), mesh)
+    with Engine(schedule, stages, mesh=mesh) as engine:
+        found = engine.forward(data, broadcast=True)
+        probabilities = engine.forward(data, post=LogProbabilities(), broadcast=True)
+        loss = engine.train_step(data, Mean()).loss
+        logits = [plain(batch["input_ids"]).logits for batch in data]
+        mean = sum(Mean()(one, batch) for one, batch in zip(logits, data)) / len(data)
+        mean.backward()
+        return {
+            "outputs": max(map(error_of, found, [one.detach() for one in logits])),
+            "probabilities": max(
+                error_of(mine, LogProbabilities()(one.detach(), batch))
+                for mine, one, batch in zip(probabilities, logits, data)
+            ),
+            "loss": abs(loss - float(mean)),
+            "grad": hf_difference(stages, plain, "grad"),
+        }
