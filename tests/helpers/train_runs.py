@@ -64,7 +64,15 @@ def metrics_of(output: Path) -> list[dict[str, Any]]:
 
 
 def plain_training(config: RunConfig, model: torch.nn.Module, left_out: tuple[int, ...] = ()) -> list[float]:
-    """The same training without any of ours but the data: the losses of its steps; the model is trained in place."""
+    """The losses of `plain_steps`."""
+    return [loss for loss, _ in plain_steps(config, model, left_out)]
+
+
+def plain_steps(config: RunConfig, model: torch.nn.Module, left_out: tuple[int, ...] = ()) -> list[tuple[float, float]]:
+    """The same training without any of ours but the data: loss and gradient norm of each step.
+
+    The model is trained in place. Packed samples go through it one by one.
+    """
     from zeropipe.train.data import open_data
 
     alone = config.model_copy(update={"mesh": type(config.mesh)()})
@@ -77,28 +85,43 @@ def plain_training(config: RunConfig, model: torch.nn.Module, left_out: tuple[in
     optimizer = torch.optim.AdamW(groups, lr=table.lr, betas=table.betas, eps=table.eps)
     steps, warmup = config.train.steps, config.rate.warmup
     assert steps is not None
-    losses = []
+    found = []
     for step in range(steps):
         fallen = 0.5 * (1 - math.cos(math.pi * (step - warmup) / (steps - 1 - warmup)))
         part = (step + 1) / warmup if step < warmup else 1 - (1 - config.rate.final) * fallen
         for group in optimizer.param_groups:
             group["lr"] = table.lr * part
-        microbatches = data.next().microbatches
-        total = sum(int((one["labels"][..., 1:] != -100).sum()) for one in microbatches)
+        parts = [part for one in data.next().microbatches for part in _samples_apart(one)]
+        counts = [int((part["labels"][..., 1:] != -100).sum()) for part in parts]
         value = 0.0
-        for one in microbatches:
-            logits = model(input_ids=one["input_ids"], attention_mask=one.get("attention_mask")).logits
-            loss = torch.nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), one["labels"][:, 1:].flatten(), reduction="sum"
-            )
-            (loss / total).backward()
-            value += float(loss.detach()) / total
-        torch.nn.utils.clip_grad_norm_(trained, table.clip)
+        for part, count in zip(parts, counts):
+            loss = _mean_loss(model, part) * (count / sum(counts))
+            loss.backward()
+            value += float(loss.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, table.clip))
         if step not in left_out:
             optimizer.step()
         optimizer.zero_grad()
-        losses.append(value)
-    return losses
+        found.append((value, norm))
+    return found
+
+
+def _samples_apart(microbatch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """A microbatch, or each of its packed samples that has a loss."""
+    if "cu_seqlens" not in microbatch:
+        return [microbatch]
+    lengths = microbatch["cu_seqlens"].diff().tolist()
+    ids, labels = (microbatch[name].view(1, -1).split(lengths, 1) for name in ("input_ids", "labels"))
+    parts = [{"input_ids": one, "labels": other} for one, other in zip(ids, labels)]
+    return [part for part in parts if (part["labels"][:, 1:] != -100).any()]
+
+
+def _mean_loss(model: torch.nn.Module, part: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean over tokens of the model's own logits, with the loss of its routers if it has one."""
+    output = model(input_ids=part["input_ids"], attention_mask=part.get("attention_mask"), use_cache=False)
+    loss = torch.nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), part["labels"][:, 1:].flatten())
+    routers = getattr(output, "aux_loss", None)
+    return loss if routers is None else loss + model.router_aux_loss_coef * routers
 
 
 def difference(model: torch.nn.Module, other: torch.nn.Module) -> float:

@@ -155,7 +155,7 @@ def balance_task(
     layers = costs.layer_list(chosen, ac)
 
     def weigh(layer: LayerCost) -> float:
-        return costs.state.resident(layer.held, Shards.of(shards, chosen.ep))
+        return costs.state_of(chosen.tp).resident(layer.held, Shards.of(shards, chosen.ep))
 
     ends = [[chosen.kinds[kind] for kind in part] for part in (costs.before, costs.after, costs.each)]
     table, pairs = rank_table(placement, problem.num_ranks)

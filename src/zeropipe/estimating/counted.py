@@ -43,6 +43,9 @@ class CountedModel:
     def message_bytes(self, sizes: Sizes) -> float:
         return self._count(sizes).message
 
+    def shared_bytes(self, sizes: Sizes) -> float:
+        return 0.0  # not counted
+
     def allows_tp(self, tp: int) -> bool:
         try:
             self._count(replace(_SMALL, tp=tp))

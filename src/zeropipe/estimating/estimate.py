@@ -15,7 +15,15 @@ from zeropipe.estimating.gpus import find_gpu
 from zeropipe.estimating.model import Model, ShapedModel, open_model
 from zeropipe.estimating.operators import Sizes
 from zeropipe.estimating.price import Pricing, price_layer
-from zeropipe.sim.layer_costs import BF16_STATE, DTYPE_NAMES, LayerCosts, ParameterBytes, Setting
+from zeropipe.sim.layer_costs import (
+    BF16_STATE,
+    DTYPE_NAMES,
+    STAGE,
+    LayerCost,
+    LayerCosts,
+    ParameterBytes,
+    Setting,
+)
 from zeropipe.sim.layer_file import DISPATCHES
 
 DTYPES = {"bf16": 2, "float16": 2, "float32": 4}
@@ -38,6 +46,7 @@ def estimate(
     imbalance: float = 1.0,
     dispatch: str = "expert",
     sample: int | None = None,
+    dense_mask: bool = False,
 ) -> LayerCosts:
     """Estimate the costs of a model's layers from their shapes. `zeropipe profile` measures them.
 
@@ -47,7 +56,8 @@ def estimate(
     above 1; with (False, True) they are there twice, where it is allowed. `ep` divides experts over so many GPUs, for
     settings with a `tp` of 1; `imbalance` is the load of the GPU with most rows over the mean, `dispatch` whether a
     token is sent once to each "expert" of it, or to each "process" that has some. With `sample` a sequence is a row of
-    packed samples of so many tokens, which attend within themselves (`engine.attention`).
+    packed samples of so many tokens, which attend within themselves (`engine.attention`). With `dense_mask` a mask
+    keeps the samples of a row apart.
     """
     opened, machine = open_model(model), find_gpu(gpu, efficiency)
     dtype = DTYPE_NAMES.get(str(dtype), dtype)
@@ -67,7 +77,7 @@ def estimate(
             opened, Pricing(machine, dtype, compile, num_shards), mode,
             Sizes(
                 size * sequence, sequence, DTYPES[dtype], num_shards, is_parallel, num_experts, imbalance, dispatch,
-                sample or 0,
+                sample or 0, dense_mask,
             ),
             lora,
         )
@@ -80,7 +90,7 @@ def estimate(
         state = replace(state, frozen=DTYPES[dtype])
     return LayerCosts(
         opened.name, "estimate", opened.layers, tuple(settings), tied=opened.tied, sequence=sequence, dtype=dtype,
-        lora_rank=lora, dispatch=dispatch, sample=sample,
+        lora_rank=lora, dispatch=dispatch, sample=sample, each=(STAGE,),
         link=machine.intra_node_link, inter_node=machine.inter_node_link, state=state,
         machine={
             "gpu": machine.name, "peak_flops": machine.peak_of(dtype), "memory": machine.memory,
@@ -167,6 +177,7 @@ def _estimate_setting(model: Model, pricing: Pricing, mode: str, sizes: Sizes, l
         )
         for name, ops in kinds.items()
     }  # fmt: skip
+    costs[STAGE] = LayerCost(0.0, 0.0, 0.0, activation=model.shared_bytes(sizes))
     return Setting(
         costs, mode, sizes.tokens // sizes.sequence, pricing.tp, pricing.compile, sizes.sequence_parallel, sizes.ep
     )

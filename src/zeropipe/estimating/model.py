@@ -18,6 +18,7 @@ from zeropipe.estimating.operators import (
     exchanged_bytes,
     head,
     loss,
+    shared_bytes,
 )
 from zeropipe.estimating.shapes import Layer, Shape, UnknownShape, read_config, read_shape
 
@@ -42,6 +43,10 @@ class Model(Protocol):
 
     def message_bytes(self, sizes: Sizes) -> float:
         """Bytes of a layer's output."""
+        ...
+
+    def shared_bytes(self, sizes: Sizes) -> float:
+        """Bytes that all layers of a stage share, kept from F to I."""
         ...
 
     def allows_tp(self, tp: int) -> bool:
@@ -116,6 +121,9 @@ class ShapedModel:
 
     def message_bytes(self, sizes: Sizes) -> float:
         return float(sizes.outside.tokens * self.shape.hidden * sizes.element)
+
+    def shared_bytes(self, sizes: Sizes) -> float:
+        return shared_bytes(self.shape, sizes)
 
     def allows_tp(self, tp: int) -> bool:
         is_divisible = all(size % tp == 0 for size in self._sharded_sizes().values())

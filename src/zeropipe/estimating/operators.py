@@ -29,6 +29,7 @@ class Sizes:
     imbalance: float = 1.0  # rows of the process that gets most over their mean, with ep
     dispatch: str = "expert"  # a token is sent once to each "expert" of it, or to each "process" that has some
     sample: int = 0  # tokens of a packed sample; 0: a sequence is one
+    dense_mask: bool = False  # rows of several samples, which a mask keeps apart
 
     @property
     def outside(self) -> Sizes:
@@ -80,6 +81,17 @@ def count_parameters(layers: Sequence[str], kinds: Mapping[str, Sequence[Op]], t
         total += op.parameters
         active += op.parameters if op.met is None else op.met
     return total, active
+
+
+def shared_bytes(shape: Shape, sizes: Sizes) -> float:
+    """What all layers of a stage share, kept from F to I: positions, rotary factors, and a mask if there is one.
+
+    Rows of one sample have the same positions.
+    """
+    width = shape.head_dim if shape.latent is None else shape.latent.rope
+    positions = sizes.tokens if sizes.dense_mask or sizes.sample else sizes.sequence
+    mask = sizes.tokens * sizes.sequence if sizes.dense_mask else 0
+    return positions * (8.0 + 2 * width * sizes.element) + mask
 
 
 def embedding(shape: Shape, sizes: Sizes) -> list[Op]:
@@ -199,19 +211,23 @@ def _latent(shape: Shape, layer: Layer, sizes: Sizes) -> list[Op]:
 
 
 def _attention_kernel(shape: Shape, layer: Layer, sizes: Sizes, heads: int, qk: int, v: int, inputs: int) -> Op:
-    """Attention: causal, or with the mask of a window, with which the kernel computes all pairs.
+    """Attention: causal, or with a mask, that of a window for example, with which the kernel computes all pairs.
 
-    Packed samples run kernels that compute the pairs within a sample and its windows only.
+    Packed samples run kernels that compute the pairs within a sample and its windows only, or have a mask.
     """
-    s, window = sizes.sample or sizes.sequence, layer.window
+    s, window = sizes.sequence, layer.window
+    if sizes.sample and not sizes.dense_mask:
+        s = sizes.sample
     has_window = window is not None and window < s
-    is_masked = has_window and not sizes.sample
+    is_masked = sizes.dense_mask or (has_window and not sizes.sample)
     pairs = (window * s - window * (window - 1) / 2) / s if has_window and window else (s + 1) / 2
     each = 2 * heads * (qk + v) * sizes.tokens
     out, sums = sizes.tokens * heads * v * sizes.element, sizes.tokens * heads * 4
     keys = (
         sizes.tokens * (heads * (qk + v)) * sizes.element if is_masked else 0.0
     )  # a mask needs keys repeated for all heads
+    if sizes.dense_mask:  # each layer converts it to the dtype of the queries
+        keys += sizes.tokens * s * sizes.element
     kept = sizes.tokens * inputs * sizes.element + out + sums + keys
     moved = sizes.tokens * inputs * sizes.element + out + 2 * keys
     return Op(

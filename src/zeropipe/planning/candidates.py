@@ -100,7 +100,9 @@ def _lower_bounds(context: PlanContext, run: Run) -> tuple[float, float]:
             trained=held.trained - min(shared.num_trained, held.trained),
             frozen=held.frozen - min(shared.num_frozen, held.frozen),
         )
-    needs = (costs.state.resident(held, run.layout.shards) + sum(layer.activation for layer in layers)) / pp
+    needs = (
+        costs.state_of(run.layout.tp).resident(held, run.layout.shards) + sum(layer.activation for layer in layers)
+    ) / pp
     return (run.num_microbatches * work + (pp - 1) * forward / pp) / pp, needs
 
 

@@ -159,7 +159,8 @@ def _replicate_seconds(context: PlanContext, run: Simulation) -> float:
 
 def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMemory:
     """Attribute the memory of a rank at its peak."""
-    shards, state, held = run.shards, context.costs.state, run.held(rank)
+    shards, held = run.shards, run.held(rank)
+    state = context.costs.state_of(run.candidate.layout.tp)
     packed, num_stages = run.timeline.schedule.packed, len(run.stages)
     column = run.resident_costs.column("weights", num_stages)
     constant = sum(column[stage] for stage in run.timeline.schedule.placement.stages_of(rank))

@@ -20,6 +20,7 @@ from zeropipe.sim.phase_costs import exchange_times
 Source = Literal["estimate", "profile"]
 SM_TAX = 20 / 132  # the part of a GPU that exchanges take while they are under way: DeepSeek-V3's report, on H800
 NO_SPREAD: Mapping[str, float] = {}
+STAGE = "stage"  # the kind that every stage has once
 DTYPE_NAMES = {"bfloat16": "bf16", "fp16": "float16", "fp32": "float32"}  # -> the name in costs of layers
 
 
@@ -268,6 +269,10 @@ class LayerCosts:
         )
         return first + layers + last - (min(first, last) if self.tied else 0)
 
+    def state_of(self, tp: int) -> ParameterBytes:
+        """Bytes per parameter with `tp`: float32 copies of weights that it shards keep all their bits."""
+        return self.state if tp == 1 else replace(self.state, saved_unsharded=0.0)
+
     def setting(
         self, *, ac: str | None = None, microbatch_size: int | None = None, tp: int | None = None,
         compile: bool | None = None, sequence_parallel: bool | None = None, ep: int | None = None,
@@ -361,7 +366,8 @@ class LayerCosts:
             not_trained = min(sum(layer.parameters for layer in part) for part in ends) - shared
             last = split[-1]
             split[-1] = last._replace(trained=last.trained - shared, frozen=last.frozen - not_trained)
-        resident = self.state.resident if gather is None else self.state.resident_shards
+        state = self.state_of(chosen.tp)
+        resident = state.resident if gather is None else state.resident_shards
         weights = [resident(numbers, sizes) for numbers in split]
         forward, backward = self._message_overheads(range(len(stages)) if placement is None else placement.copies[0])
         blocks = [[chosen.kinds[kind].held for kind, n in stage if n is not None] for stage in self.stage_kinds(counts)]

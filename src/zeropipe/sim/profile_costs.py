@@ -20,9 +20,8 @@ from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import SAME_LINK, TIME_FIELDS, Link
-from zeropipe.sim.layer_costs import BF16_STATE, LayerCost, LayerCosts, ParameterBytes, Setting
+from zeropipe.sim.layer_costs import BF16_STATE, STAGE, LayerCost, LayerCosts, ParameterBytes, Setting
 
-STAGE = "stage"  # the kind that every stage has once
 MEMORY_FIELDS = ("activation", "stash")
 _TIME_NAMES = {"F": "f", "I": "i", "W": "w", "B": "b", "F+B": "overlap"}
 _MAX_SPLIT_OVERHEAD = 0.25  # fraction of an F by which a split backward may slow it down: more is noise

@@ -172,6 +172,13 @@ def explain_adapter(table: LoraTable) -> str:
     return ""
 
 
+def has_dense_mask(config: RunConfig) -> bool:
+    """Whether rows of several samples attend with a mask on a GPU, as no kernel keeps the samples apart."""
+    attention = config.engine.attention
+    is_masked = attention == "sdpa" or (attention == "auto" and config.model.dtype != "bfloat16")
+    return config.data.packing and config.data.kind != "synthetic" and is_masked
+
+
 def load_layer_costs(config: RunConfig) -> LayerCosts | None:
     """`schedule.costs`: the costs of layers from a file, or estimated for a GPU. None if it is not set."""
     from zeropipe.estimating.estimate import estimate
@@ -191,7 +198,7 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
             open_shapes(config), gpu=source, sequence=config.data.sequence, dtype=dtype, ac=config.engine.ac,
             microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile,
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
-            dispatch=config.mesh.dispatch,
+            dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config),
         )  # fmt: skip
     costs = load_costs(source)
     if not isinstance(costs, LayerCosts):

@@ -27,6 +27,7 @@ from zeropipe.train.inputs import (
     choose_layers,
     count_layers,
     estimated_rank,
+    has_dense_mask,
     load_layer_costs,
     open_shapes,
 )  # fmt: skip
@@ -158,7 +159,7 @@ def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | Non
             open_shapes(config), sequence=config.data.sequence, ac=config.engine.ac, tp=config.mesh.tp,
             microbatch_size=config.data.microbatch, compile=config.engine.compile,
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
-            dispatch=config.mesh.dispatch,
+            dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config),
         )  # fmt: skip
     except ConfigError as error:
         notes.append(f"parameters are not known: {error}")
@@ -207,7 +208,7 @@ def _predict(
 
 def _memory(config: RunConfig, context: PlanContext, run: Simulation, rank: int, has_times: bool) -> dict[str, float]:
     """Bytes of a rank by purpose; without costs that are for this run, not those of activations."""
-    state, shards, held = context.costs.state, run.shards, run.held(rank)
+    state, shards, held = context.costs.state_of(config.mesh.tp), run.shards, run.held(rank)
     masters = held.count_stepped(shards) * master_bytes(config)
     if shards.rest > shards.experts == 1:  # of divided experts, only the bits that their weights do not have
         masters -= held.experts * state.saved_unsharded

@@ -142,7 +142,9 @@ def state_bytes(config: RunConfig) -> ParameterBytes:
 def master_bytes(config: RunConfig) -> int:
     """Bytes per parameter of float32 master weights; 0 without them.
 
-    Sharded ones are the stored weights. Beside unsharded ones in 16 bits only the other 16 bits are kept.
+    Sharded ones are the stored weights. Beside unsharded ones in 16 bits only the other 16 bits are kept, unless `tp`
+    shards the weights.
     """
     has_masters = config.model.dtype == "bfloat16" and config.optimizer.master_weights and config.lora is None
-    return (4 if config.mesh.dp_shard > 1 else LOW_BITS_SIZE) if has_masters else 0
+    has_low_bits = config.mesh.dp_shard == config.mesh.tp == 1
+    return (LOW_BITS_SIZE if has_low_bits else 4) if has_masters else 0
