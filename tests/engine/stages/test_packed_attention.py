@@ -227,28 +227,27 @@ GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dtype", "refusals", "sizes", "kernel"),
+    ("dtype", "refusals", "sizes", "kernel"),
     [
-        (4096, torch.bfloat16, {}, {128}, "flex"),
-        (16384, torch.bfloat16, {}, {128}, "varlen"),
-        (16384, torch.float16, {"varlen": "sinks"}, {128}, "flex"),
-        (16384, torch.bfloat16, {}, {192, 128}, "flex"),
-        (16384, torch.bfloat16, {}, {512}, "flex"),
-        (4096, torch.bfloat16, {}, {8}, "varlen"),
-        (4096, torch.float32, {}, {128}, None),
-        (4096, torch.bfloat16, {"flex": "dropout", "varlen": "dropout"}, {128}, None),
+        (torch.bfloat16, {}, {128}, "flex"),
+        (torch.float16, {"varlen": "sinks"}, {128}, "flex"),
+        (torch.bfloat16, {}, {192, 128}, "flex"),
+        (torch.bfloat16, {}, {512}, "flex"),
+        (torch.bfloat16, {}, {8}, "varlen"),
+        (torch.float32, {}, {128}, None),
+        (torch.bfloat16, {"flex": "dropout", "varlen": "dropout"}, {128}, None),
     ],
 )
-def test_the_kernel_that_auto_chooses_on_a_gpu(monkeypatch, tokens, dtype, refusals, sizes, kernel):
+def test_the_kernel_that_auto_chooses_on_a_gpu(monkeypatch, dtype, refusals, sizes, kernel):
     monkeypatch.setattr(torch_attention, "HAS_VARLEN", True)
     attention = PackedAttention("auto", refusals, frozenset(sizes))
     if refusals.get("flex"):
         packed_attention._warn_of_mask.cache_clear()
         with pytest.warns(UserWarning, match="packed rows have a dense mask, as with attention='sdpa': dropout"):
-            assert attention.choose(GPU, dtype, tokens) is None
+            assert attention.choose(GPU, dtype) is None
     else:
-        assert attention.choose(GPU, dtype, tokens) == kernel
-    assert attention.choose(CPU, dtype, tokens) is None
+        assert attention.choose(GPU, dtype) == kernel
+    assert attention.choose(CPU, dtype) is None
 
 
 def test_what_cannot_attend_so_is_refused():

@@ -60,7 +60,7 @@ def hf_stages(
 
     `attention` is how packed rows (`cu_seqlens`) attend: "sdpa" with a dense mask, "flex" (blocks of torch's
     flex_attention), "varlen" (torch's variable-length attention), "flash" (the package flash-attn), or "auto": on a GPU
-    in 16 bits the faster of flex and varlen, else sdpa.
+    in 16 bits flex, or else varlen, else sdpa.
     """
     _require_rank(rank, schedule)
     attention = resolve_attention(attention, parse_device(device))

@@ -30,7 +30,6 @@ from zeropipe.errors import ConfigError
 
 ATTENTION = ("auto", "sdpa", "flex", "varlen", "flash")
 KERNELS = ("flex", "varlen")
-LONG_ROW = 8192  # tokens from which variable-length attention is faster than blocks: see bench/attention.py
 MAX_VARLEN_HEAD, MIN_FLEX_HEAD = 256, 16  # elements of a head that the kernels can have
 
 
@@ -57,20 +56,19 @@ class PackedAttention:
     refusals: Mapping[str, str | None] = field(default_factory=dict)  # kernel -> why it cannot run, or None
     head_sizes: frozenset[int] = frozenset()
 
-    def choose(self, device: torch.device, dtype: torch.dtype, tokens: int) -> str | None:
-        """The kernel for rows of so many tokens; None for a dense mask."""
+    def choose(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """The kernel for packed rows; None for a dense mask. `flex` was never slower in bench/attention.py."""
         if self.option != "auto":
             return self.option
         if device.type != "cuda" or dtype.itemsize > 2:
             return None
         refusal = self._refuse("flex", all(size >= MIN_FLEX_HEAD for size in self.head_sizes))
-        can_flex = refusal is None
-        can_varlen = torch_attention.HAS_VARLEN and self._refuse("varlen", self._has_varlen_heads) is None
-        if can_varlen and (tokens >= LONG_ROW or not can_flex):
+        if refusal is None:
+            return "flex"
+        if torch_attention.HAS_VARLEN and self._refuse("varlen", self._has_varlen_heads) is None:
             return "varlen"
-        if not can_flex:
-            _warn_of_mask(f"packed rows have a dense mask, as with attention='sdpa': {refusal}")
-        return "flex" if can_flex else None
+        _warn_of_mask(f"packed rows have a dense mask, as with attention='sdpa': {refusal}")
+        return None
 
     @property
     def _has_varlen_heads(self) -> bool:
@@ -184,7 +182,7 @@ def _make_mask(base: Callable[..., Any], **given: Any) -> Any:
         return base(**given)
     samples, attention = _current
     reach = read_reach(given["mask_function"])
-    kernel = attention.choose(given["device"], given["dtype"], given["q_length"])
+    kernel = attention.choose(given["device"], given["dtype"])
     if kernel is None or (reach is None and attention.option == "auto"):
         return base(**given)
     if reach is None:
