@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from zeropipe.engine.backward.embedding import defer_embeddings
 from zeropipe.engine.backward.experts import defer_experts
 from zeropipe.engine.backward.gated import defer_gated
 from zeropipe.engine.backward.gradients import to_local
@@ -25,8 +26,9 @@ from zeropipe.engine.torch_private.tensors import from_local, linear_placements,
 def defer(module: nn.Module) -> int:
     """Let every linear layer in `module` leave its weight gradient to W; returns the number of such weights.
 
-    Layers are converted in place and keep their parameters and names. All other layers (norms, embeddings,
-    convolutions, linear layers with a forward of their own) run their full backward in I.
+    Layers are converted in place and keep their parameters and names. Embeddings whose gradient has 32 bits add it row
+    by row, in W. All other layers (norms, convolutions, linear layers with a forward of their own) run their full
+    backward in I.
     """
     for child in module.modules():
         deferred = _deferred_class(child)
@@ -35,6 +37,7 @@ def defer(module: nn.Module) -> int:
             child.slot = create_slot(child)
     defer_experts(module)
     defer_gated(module)
+    defer_embeddings(module)
     return sum(len(layer.defers) for layer in find_deferred(module))
 
 
