@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeropipe.core.mesh import DATA_DIMENSIONS
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, LogProbabilities, hf_model, hf_stages, parallelize
+from zeropipe.engine.backward.gradients import to_local
+from zeropipe.engine.stages.packed_attention import find_samples
 from zeropipe.errors import ConfigError
 
 VOCABULARY = 64
@@ -65,6 +67,25 @@ def tokens(number: int, step: int, lengths: tuple[int, ...] = (6, 8)) -> list[di
         labels[0, : 2 + index] = -100
         made.append({"input_ids": ids, "labels": labels})
     return made
+
+
+def packed_on_tp(schedule: Schedule, sizes: dict[str, int], kind: str) -> float:
+    """The largest difference of loss and gradients between kernels and dense masks, of packed rows over `tp`."""
+    layers = {"layer_types": ["full_attention", "sliding_attention"] * 2, "use_sliding_window": True}
+    config, mesh, found = config_of(kind, sliding_window=3, **layers), mesh_of(sizes), []
+    ends = torch.tensor([0, 5, 6, 8, 11, 16])
+    data = [{**batch, "cu_seqlens": ends.clone()} for batch in tokens(schedule.num_microbatches, 0, (8,))]
+    for batch in data:
+        batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1], [0, 1, 2, 0, 1, 2, 3, 4]])
+    for attention in ("sdpa", "flex"):
+        own = hf_stages(config, schedule, mesh["pp"].get_local_rank(), attention=attention)
+        stages = parallelize(own, mesh)
+        with Engine(schedule, stages, mesh=mesh) as engine:
+            loss = engine.train_step(data, CausalLMLoss()).loss
+            parameters = [p for stage in stages.values() for p in stage.parameters() if p.grad is not None]
+            found.append([torch.tensor(loss), *(to_local(p.grad).clone() for p in parameters)])
+    assert all(find_samples(batch["cu_seqlens"], 2, 8).is_used for batch in data)
+    return max(float((one - other).abs().max()) for one, other in zip(*found, strict=True))
 
 
 class LargestTensors(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -169,6 +170,26 @@ def test_samples_are_forgotten_with_their_microbatch():
     before = len(packed_attention._found)
     del batch
     assert len(packed_attention._found) == before - 1
+
+
+@pytest.mark.full
+def test_many_steps_leave_nothing_behind():
+    """Tables, masks and graphs of 200 steps of ever new lengths."""
+    stages = all_stages(CONFIGS["qwen3-mixed"](), CUT, attention="flex")
+    generator, left = torch.Generator().manual_seed(0), []
+    for step in range(200):
+        ends = 1 + torch.randperm(31, generator=generator)[: step % 6].sort().values
+        batch = {
+            "input_ids": torch.arange(32)[None],
+            "cu_seqlens": torch.cat([torch.tensor([0]), ends, ends.new_tensor([32])]),
+        }
+        run(stages, batch).sum().backward()
+        for stage in stages:
+            stage.zero_grad()
+        if step in (9, 199):
+            gc.collect()
+            left.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+    assert left[1] <= left[0]
 
 
 def test_new_mixtures_of_lengths_compile_nothing():
