@@ -9,6 +9,7 @@ from reference_simulator import reference_simulate
 import zeropipe as zp
 from zeropipe.core import jit
 from zeropipe.core.action import Kind
+from zeropipe.core.explain import sum_exchanges
 from zeropipe.core.overlap import ORDER, Part, divide_lanes, find_best_order, saved_time, walk_pair, walk_stages
 from zeropipe.core.phases import EXCHANGES, PHASES, LayerPhases, PhaseTimes
 from zeropipe.searching.bounds.lower_bound import lower_bound
@@ -285,3 +286,17 @@ def test_stages_that_do_not_fit_their_phases_are_refused():
         zp.simulate(schedule, zp.Costs(phases=[[DEEPSEEK]] * 3))
     with pytest.raises(zp.ConfigError, match=r"i=9 of stage 0 is less than the 27\.9 of its phases"):
         zp.simulate(schedule, zp.Costs(phases=[DEEPSEEK], i=9))
+
+
+def test_what_overlaps_save_is_hidden():
+    """With no tax, what an Overlap saves is what it hides; elsewhere all is exposed."""
+    schedule = zp.build("dualpipev", ranks=2, microbatches=8)
+    timeline = zp.simulate(schedule, zp.Costs(phases=[DEEPSEEK] * 2))
+    saved = saved_time((DEEPSEEK,) * 2, (DEEPSEEK,) * 2)
+    exchanging = 2 * sum(sum(getattr(DEEPSEEK, name)) for name in EXCHANGES)
+    for rank, found in enumerate(sum_exchanges(timeline)):
+        overlaps = sum(len(step) == 2 for step in timeline.steps(rank))
+        assert overlaps
+        assert found.total == pytest.approx(2 * 8 * exchanging)
+        assert found.total - found.exposed == pytest.approx(overlaps * saved)
+    assert sum_exchanges(zp.simulate(schedule)) == ((0, 0), (0, 0))

@@ -77,6 +77,7 @@ def _print_timeline(timeline: Timeline, costs: str) -> None:
         last = timeline.num_ranks - NUM_END_RANKS - 1
         output.print_note(f"ranks {NUM_END_RANKS} to {last} are not shown: --json has all")
     _print_critical_path(timeline)
+    _print_exchanges(timeline)
     output.print_warnings(timeline.schedule)
 
 
@@ -98,6 +99,18 @@ def _print_critical_path(timeline: Timeline) -> None:
         console.print(
             f"the end waits {output.time_text(wait, timeline.unit)} for {last.action} on rank {last.rank}: "
             "more --units, or an earlier last W of the stage, shorten the wait"
+        )
+
+
+def _print_exchanges(timeline: Timeline) -> None:
+    """What of the exchanges of experts is hidden, if the timeline has phases."""
+    from zeropipe.core.explain import sum_exchanges
+
+    total, exposed = (sum(column) / timeline.num_ranks for column in zip(*sum_exchanges(timeline), strict=True))
+    if total > 0:
+        output.console().print(
+            f"exchanges: {output.time_text(total, timeline.unit)} of a rank, {output.percent(1 - exposed / total)} "
+            f"hidden, {output.time_text(exposed, timeline.unit)} exposed"
         )
 
 

@@ -165,6 +165,30 @@ def idle_times(timeline: Timeline) -> tuple[Idle, ...]:
     return tuple(Idle(*map(float, row)) for row in rows)
 
 
+class Exchanges(NamedTuple):
+    """The time of a rank's exchanges of experts, and what of it no computation hides."""
+
+    total: float
+    exposed: float
+
+
+def sum_exchanges(timeline: Timeline) -> tuple[Exchanges, ...]:
+    """The exchanges of each rank; zeros if the timeline has no phases."""
+    return tuple(_sum_rank_exchanges(timeline, rank) for rank in range(timeline.num_ranks))
+
+
+def _sum_rank_exchanges(timeline: Timeline, rank: int) -> Exchanges:
+    total = exposed = 0.0
+    for step in timeline.steps(rank) if timeline.phases else ():
+        spans = list(timeline.phase_spans(step))
+        lasts = [(span.is_exchange, span.end - span.start) for span in spans]
+        total += sum(time for is_exchange, time in lasts if is_exchange)
+        if spans:  # one computation runs at a time
+            within = max(span.end for span in spans) - min(span.start for span in spans)
+            exposed += max(0.0, within - sum(time for is_exchange, time in lasts if not is_exchange))
+    return Exchanges(total, exposed)
+
+
 def _divide_gap(
     free: float, start: float, produced: float, is_known: bool, message: float, measured: bool
 ) -> tuple[float, float]:
