@@ -31,6 +31,11 @@ def check(first: int, number: int, runs: int, compile: bool = False) -> None:
 
 @pytest.mark.timeout(600)
 def test_some_modules():
-    import os
+    check(0, 30, 2)
 
-    check(int(os.environ.get("FIRST", 0)), int(os.environ.get("NUMBER", 30)), int(os.environ.get("RUNS", 2)))
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(1000, 1600, 50))
+def test_many_modules(first):
+    check(first, 50, 4)

@@ -66,6 +66,7 @@ class PlanTask:
             values[name] = _parse_integers(name, values.get(name))
         for name in ("ac", "schedules"):
             values[name] = _parse_names(name, values[name])
+        values.setdefault("sample", None)
         if isinstance(model, LayerCosts):
             if values["lora"] not in (None, model.lora_rank):
                 has = "train all weights" if model.lora_rank is None else f"have rank {model.lora_rank}"
