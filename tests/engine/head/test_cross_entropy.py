@@ -208,3 +208,16 @@ def test_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = (step(stage, batch, targets) for targets in (CausalLMLoss().targets(batch), None))
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_chunks_have_equal_sizes():
+    assert [rows.stop - rows.start for rows in cross_entropy.chunks(4096, 151_936, 5 * 2**26)] == [2048, 2048]
+    assert [rows.stop - rows.start for rows in cross_entropy.chunks(10, 100, 2000)] == [10]
+    assert sum(rows.stop - rows.start for rows in cross_entropy.chunks(4097, 151_936, 2**27)) == 4097
+    assert list(cross_entropy.chunks(0, 100, 2000)) == []
+
+
+def test_a_score_head_is_left_alone():
+    stage = hf_stages(CONFIGS["llama"](), ONE, 0, head="score")[0]
+    assert fuse_head(stage, PLAIN, in_forward=False) is None
+    assert stage.fused_head is None

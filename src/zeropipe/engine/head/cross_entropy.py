@@ -27,8 +27,7 @@ from zeropipe.engine.torch_private.autograd import without_autocast
 from zeropipe.engine.torch_private.tensors import require_on_device
 from zeropipe.errors import EngineError
 
-CHUNK_NUMBERS = 5 * 2**26  # numbers in a chunk of logits on a GPU: 2,208 tokens of 152,000
-CPU_CHUNK_NUMBERS = 2**22  # about what the caches of a CPU hold
+CPU_CHUNK_NUMBERS = 2**22  # in a chunk of logits: about what the caches of a CPU hold
 MIN_ROWS = 16  # of a chunk
 FACTOR_TOLERANCE = 1e-4  # between the factor that F knew and that of backward
 
@@ -80,7 +79,7 @@ def _forward(
     entropies = torch.empty_like(losses) if call.entropy else None
     factor = (labels >= 0).to(dtype) * (call.factor or 1.0)
     gradients = _Gradients(ctx, call, xs, bias)
-    for rows in chunks(len(labels), columns, labels.device):
+    for rows in chunks(len(labels), columns, CPU_CHUNK_NUMBERS if labels.is_cpu else call.passes.chunk_numbers):
         products = _products([x[rows] for x in xs], weights, bias)
         found = call.passes.statistics(products, column[rows], call.rule, call.group, call.entropy)
         losses[rows] = torch.where(labels[rows] >= 0, found.logsumexp - found.label, 0)
@@ -103,9 +102,8 @@ def _local_column(labels: Tensor, columns: int, group: TPGroup | None) -> Tensor
     return torch.where((labels >= 0) & (column >= 0) & (column < columns), column, -1)
 
 
-def chunks(rows: int, columns: int, device: torch.device) -> Iterator[slice]:
-    """Consecutive rows, in chunks of equal size but the last one."""
-    numbers = CPU_CHUNK_NUMBERS if device.type == "cpu" else CHUNK_NUMBERS
+def chunks(rows: int, columns: int, numbers: int) -> Iterator[slice]:
+    """Consecutive rows, in chunks of at most `numbers` logits, of equal size but the last one."""
     most = max(numbers // max(columns, 1), MIN_ROWS)
     size = -(-rows // max(-(-rows // most), 1))
     for start in range(0, rows, max(size, 1)):

@@ -106,8 +106,6 @@ PROBE_LIMIT, PROBE_TOLERANCE = 60.0, 1e-5
 
 def find_rule(stage: HFStage) -> LogitsRule | str:
     """What the model of a stage does to the products of its head, verified; or why its logits stay whole."""
-    if stage.head != "lm":
-        return "its head is a score"
     reason = refuse_head(stage.lm.get_output_embeddings())
     if reason is not None:
         return reason
@@ -208,7 +206,7 @@ def _has_same_losses(stage: HFStage, rule: LogitsRule) -> bool:
 
 def fuse_head(stage: nn.Module, passes: ChunkPasses, *, in_forward: bool) -> str | None:
     """Let a last stage compute its losses in chunks; returns why it cannot, or None."""
-    if not isinstance(stage, HFStage) or not stage.is_last:
+    if not isinstance(stage, HFStage) or not stage.is_last or stage.head != "lm":
         return None
     found = find_rule(stage)
     if isinstance(found, str):

@@ -37,6 +37,7 @@ class ChunkPasses:
 
     measure: Measure
     write_gradient: WriteGradient
+    chunk_numbers: int  # in a chunk of logits on a GPU
 
     def statistics(
         self, products: Tensor, column: Tensor, rule: LogitsRule, group: TPGroup | None, entropy: bool
@@ -77,7 +78,9 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-PLAIN = ChunkPasses(measure, write_gradient)
+# 883 and 2,208 tokens of a vocabulary of 152,000: uncompiled passes have three float32 copies of a chunk at a time
+PLAIN_NUMBERS, COMPILED_NUMBERS = 2**27, 5 * 2**26
+PLAIN = ChunkPasses(measure, write_gradient, PLAIN_NUMBERS)
 
 
 @cache
@@ -94,4 +97,4 @@ def compiled_passes(backend: Any = None) -> ChunkPasses:
         mark_dynamic_rows(products, column, logsumexp, factor)
         fast_gradient(products, column, logsumexp, factor, rule)
 
-    return ChunkPasses(run_measure, run_gradient)
+    return ChunkPasses(run_measure, run_gradient, COMPILED_NUMBERS)
