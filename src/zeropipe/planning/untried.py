@@ -35,11 +35,10 @@ def list_untried(task: PlanTask, costs: LayerCosts, runs: Sequence[Run], searche
 
 
 def _list_parallelism(costs: LayerCosts, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
-    elsewhere = "torchtitan and Archon have it under zeropipe's schedules: docs/torchtitan.md, docs/archon.md"
     if any("experts" in kind for kind in costs.layers) and not any(run.layout.ep > 1 for run in runs):
         yield "expert parallelism", "mesh.ep in the training file: docs/experts.md"
     if costs.sequence >= LONG_SEQUENCE:
-        yield "context parallelism", elsewhere
+        yield "context parallelism", "mesh.cp in the training file: docs/long-sequences.md"
     if any(run.layout.dp_shard > 1 for run in runs):
         yield "replicas", "mesh.dp_replicate in the training file; plans shard weights over data-parallel GPUs"
         yield "regather", 'engine.shards = "regather" in the training file: less memory, more gathers'

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,13 @@ import context_cases as cases
 import torch
 import torch.distributed as dist
 from engine_helpers import TOLERANCE, largest, ranks
-from family_models import tiny
+from family_models import IS_OF_TABLE, TABLE, models_table, tiny
+from paths import DOCS
 from stage_models import lm_loss, plain_step, staged_step
 from tensor_cases import config_of, tokens
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig
 
 import zeropipe as zp
 from zeropipe.engine import WeightStore, defer, hf_model, hf_stages, prepare_blocks
@@ -28,6 +32,8 @@ from zeropipe.engine.mesh.cp_check import check_parts
 from zeropipe.engine.mesh.cp_stage import split_stage
 from zeropipe.engine.mesh.tp_collectives import TPGroup
 from zeropipe.engine.stages.sequence_parts import SequenceParts
+from zeropipe.engine.stages.skeleton import build_on_meta, find_decoder_config
+from zeropipe.engine.stages.verify import find_family
 from zeropipe.errors import ConfigError
 
 PP_CP, CP4 = {"pp": 2, "cp": 2}, {"pp": 1, "cp": 4}
@@ -143,6 +149,26 @@ def test_what_cannot_run_in_parts_is_refused_by_name(kind, words):
     stage = hf_stages(tiny(kind), zp.build("1f1b", ranks=1, microbatches=1), 0)[0]
     with pytest.raises(ConfigError, match=rf"model_type='{kind}' cannot run with cp: {words}.*; leave out cp"):
         check_parts(stage, "gather")
+
+
+EXACT = re.findall(
+    r"`([\w-]+)`", (DOCS / "long-sequences.md").read_text().partition(" are exact:")[2].partition("The others")[0]
+)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not IS_OF_TABLE, reason="the page is about another transformers")
+@pytest.mark.parametrize("kind", [kind for kind, row in TABLE.items() if row.cut == "exact"])
+def test_the_page_says_which_types_are_exact(kind):
+    config = find_decoder_config(AutoConfig.for_model(kind, **models_table.EXAMPLES.get(kind, {})))
+    model = build_on_meta(config, torch.float32)
+    stage = SimpleNamespace(full_config=model.config, family=find_family(model))
+    for exchange in ("heads", "gather"):
+        if kind in EXACT:
+            check_parts(stage, exchange)
+        else:
+            with pytest.raises(ConfigError, match=f"model_type={kind!r} cannot run with cp: "):
+                check_parts(stage, exchange)
 
 
 def test_the_exchange_is_chosen_by_heads():

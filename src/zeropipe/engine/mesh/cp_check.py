@@ -35,6 +35,10 @@ _cache: dict[str, str | None] = {}  # config, as JSON -> the reason why sequence
 Batch = dict[str, Tensor]
 
 
+class _Failed(Exception):
+    """A module does not run a part of a sequence."""
+
+
 def check_parts(stage: HFStage, exchange: str, copies_keys: bool = False) -> None:
     """ConfigError unless a small copy of the stage's model computes the same in parts. Results are cached.
 
@@ -58,30 +62,24 @@ def find_difference(config: Any, family: Any, exchange: str, copies_keys: bool =
     if "position_ids" not in family.inputs:
         return "its forward takes no position_ids"
     small = build_small_stage(config, family, 1 if copies_keys else CP)
-    calls: list[bool] = []
     with isolated_torch_state():
-        try:
-            plain, *others = _batches(small)
-            reason = _compare(copy.deepcopy(small).double(), exchange, [plain], calls)  # some models magnify rounding
-            reason = reason or _compare(small, exchange, others, calls)  # with padding they overflow in float64
-        except Exception as error:
-            reason = f"a small copy of it does not run in parts ({format_error(error)})"
-    if reason is not None and not calls and "later" not in reason:
-        return "its attention is not called through transformers' attention interface"
-    return reason
+        if _sees_later_tokens(small):
+            return "its tokens attend to later ones"
+        if not _uses_interface(copy.deepcopy(small), exchange):
+            return "its attention is not called through transformers' attention interface"
+        plain, *others = _batches(small)
+        reason = _compare(copy.deepcopy(small).double(), exchange, [plain])  # some models magnify rounding
+        return reason or _compare(small, exchange, others)  # with padding they may overflow in float64
 
 
-def _compare(small: HFStage, exchange: str, batches: Sequence[Batch], calls: list[bool]) -> str | None:
-    """The first difference, in words, also of gradients of a plain batch; `calls` gets an entry for each attention."""
-    if _sees_later_tokens(small):
-        return "its tokens attend to later ones"
+def _compare(small: HFStage, exchange: str, batches: Sequence[Batch]) -> str | None:
+    """The first difference, in words; of a plain batch also that of gradients."""
     with SimulatedTP(CP) as simulated:
         copies = [copy.deepcopy(small) for _ in range(CP)]
         small.tie()
         for part, group in zip(copies, simulated.groups):
             part.tie()
             split_stage(part, group, exchange)
-            _count_calls(part, calls)
         for batch in batches:
             is_plain = len(batch) == 1
             with torch.set_grad_enabled(is_plain):
@@ -115,15 +113,22 @@ def _logits(stage: HFStage, ids: Tensor) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _count_calls(stage: HFStage, calls: list[bool]) -> None:
-    for module in stage.modules():
-        if (split := getattr(module, "split_attention", None)) is not None:
+def _uses_interface(stage: HFStage, exchange: str) -> bool:
+    """Whether a model calls its attention so that it can be replaced; changes the stage."""
+    calls: list[bool] = []
+    with SimulatedTP(1) as simulated:
+        split_stage(stage, simulated.groups[0], exchange)
+        for module in stage.modules():
+            if (split := getattr(module, "split_attention", None)) is not None:
 
-            def run(*args: Any, own: Any = split.run, **kwargs: Any) -> Any:
-                calls.append(True)
-                return own(*args, **kwargs)
+                def run(*args: Any, own: Any = split.run, **kwargs: Any) -> Any:
+                    calls.append(True)
+                    return own(*args, **kwargs)
 
-            module.split_attention = split._replace(run=run)  # type: ignore[assignment]
+                module.split_attention = split._replace(run=run)  # type: ignore[assignment]
+        with torch.no_grad():
+            _logits(stage, _batches(stage)[0]["input_ids"])
+    return bool(calls)
 
 
 def _batches(stage: HFStage) -> list[Batch]:
@@ -154,6 +159,7 @@ def _run_part(stage: HFStage, batch: Batch, gradients: Sequence[Tensor] | None) 
 def _run_watched(stage: HFStage, batch: Batch) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The outputs of a stage, and of each module in its blocks, in the order in which they end."""
     seen: dict[str, Tensor] = {}
+    entered: list[nn.Module] = []
     hooks = []
     inside = [name for name, module in stage.named_modules() if any(module in set(b.modules()) for b in stage.blocks)]
     for name in inside:
@@ -164,8 +170,11 @@ def _run_watched(stage: HFStage, batch: Batch) -> tuple[list[Tensor], dict[str, 
                 seen.setdefault(name, first.detach())
 
         hooks.append(stage.get_submodule(name).register_forward_hook(watch))
+        hooks.append(stage.get_submodule(name).register_forward_pre_hook(lambda module, args: entered.append(module)))
     try:
         output = stage(**stage.pick(batch))
+    except Exception as error:
+        raise _Failed(f"{_part_name(stage, entered[-1])}: {format_error(error)}" if entered else str(error)) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -187,11 +196,15 @@ def _name_mixer(small: HFStage, seen: dict[str, Tensor], found: Sequence[Any], r
         if whole.shape[:2] != real.shape or any(part.shape[:2] != shape for part in parts):
             continue
         if not _are_close(parts, whole, real):
-            module = small.get_submodule(name)
-            block = next(one for one in small.blocks if module in set(one.modules()))
-            child = next((one for one in block.children() if module in set(one.modules())), block)
-            return f"{type(child).__name__} mixes or counts tokens outside of transformers' attention interface"
+            part = _part_name(small, small.get_submodule(name))
+            return f"{part} mixes or counts tokens outside of transformers' attention interface"
     return None
+
+
+def _part_name(stage: HFStage, module: nn.Module) -> str:
+    """The class of the part of a layer that a module is in."""
+    block = next(one for one in stage.blocks if module in set(one.modules()))
+    return type(next((one for one in block.children() if module in set(one.modules())), block)).__name__
 
 
 def _compare_gradients(small: HFStage, copies: Sequence[HFStage]) -> str | None:
