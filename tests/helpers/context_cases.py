@@ -47,7 +47,9 @@ def train_on_cp(
     """AdamW steps with clipping beside one process; the largest differences."""
     config, mesh, loss_fn = config_of(kind, **changes), mesh_of(sizes), CausalLMLoss()
     plain = hf_model(config)
-    stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
+    spreading = dict(spreading)
+    attention = spreading.pop("attention", "auto")
+    stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0, attention=attention)
     parallelize(stages, mesh, **spreading)
     pipelines = math.prod(size for name, size in sizes.items() if name in DATA_DIMENSIONS)
     mine = 0

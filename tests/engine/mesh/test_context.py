@@ -86,6 +86,24 @@ def test_families(kind, exchange):
     assert max(seen.values()) < (1e-5 if changes else TOLERANCE), seen  # routers' losses are computed in float32
 
 
+@pytest.mark.parametrize("exchange", ["heads", pytest.param("gather", marks=pytest.mark.full)])
+def test_kernels_for_packed_rows_see_whole_rows(exchange):
+    spreading = {"cp_exchange": exchange, "attention": "flex"}
+    job = (
+        cases.train_on_cp,
+        build("1f1b", PP_CP),
+        PP_CP,
+        "qwen3",
+        {"head_dim": 16},
+        {"packed": True},
+        spreading,
+        {},
+        2,
+    )
+    seen = largest(ranks(4).run(*job, timeout=280))
+    assert max(seen.values()) < TOLERANCE, seen
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("exchange", ["heads", "gather"])

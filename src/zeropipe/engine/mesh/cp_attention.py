@@ -83,7 +83,7 @@ def _attend_by_heads(
     if copies > 1:
         key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
     own = range(heads // size * split.group.rank, heads // size * (split.group.rank + 1))
-    if mask is not None and mask.dim() == 4 and mask.shape[1] == heads > 1:
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == heads > 1:  # else a table of packed samples
         mask = mask[:, own.start : own.stop]
     kwargs = {
         name: value[own.start : own.stop] if isinstance(value, Tensor) and value.shape == (heads,) else value
