@@ -185,7 +185,7 @@ def compare(name: str, tokens: int, mix: str) -> bool:
     times = measure(case, kernels, states)
     refusals = {} if case.is_plain else {"varlen": "not plain"}
     attention = PackedAttention("auto", refusals, frozenset({case.size}))
-    chosen = attention.choose(torch.device("cuda"), torch.bfloat16, tokens)
+    chosen = attention.choose(torch.device("cuda"), torch.bfloat16)
     text = f"{name:10} {tokens:6} {mix:9}"
     for kernel in ("dense", "flex", "varlen"):
         text += f"{times[kernel]:9.2f} ms" if kernel in times else f"{'-':>12}"

@@ -16,6 +16,7 @@ import zeropipe as zp
 from zeropipe.engine import hf_stages
 from zeropipe.engine.blocks.compiling import prepare_blocks
 from zeropipe.engine.stages import packed_attention
+from zeropipe.engine.stages.build import open_model
 from zeropipe.engine.stages.packed_attention import PackedAttention, Samples, find_samples, resolve_attention
 from zeropipe.engine.torch_private import attention as torch_attention
 from zeropipe.engine.torch_private.attention import attend_blocks, attend_varlen
@@ -269,6 +270,21 @@ def test_the_kernel_that_auto_chooses_on_a_gpu(monkeypatch, dtype, refusals, siz
     else:
         assert attention.choose(GPU, dtype) == kernel
     assert attention.choose(CPU, dtype) is None
+
+
+def test_a_model_without_kernels_is_left_as_it_is_and_a_warning_says_so():
+    """As with `auto` on a GPU: its rows that are not packed run its own functions."""
+    from family_models import tiny
+
+    opened = open_model(tiny("falcon", alibi=True), torch.float32, "lm", 0, None, "auto")
+    assert opened.attention is not None
+    stage = opened.build_stage((range(opened.family.num_layers),), 0, CPU)
+    assert stage.lm.config._attn_implementation in ("sdpa", "eager")
+    packed_attention._warn_of_mask.cache_clear()
+    with pytest.warns(UserWarning, match=r"packed rows have a dense mask, as with attention='sdpa': \w+Error"):
+        inputs = stage.pick(microbatch((5, 9, 2)))
+    assert "samples" not in inputs
+    assert stage(**inputs).isfinite().all()
 
 
 def test_what_cannot_attend_so_is_refused():

@@ -56,6 +56,15 @@ class PackedAttention:
     refusals: Mapping[str, str | None] = field(default_factory=dict)  # kernel -> why it cannot run, or None
     head_sizes: frozenset[int] = frozenset()
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether a kernel can run the model: else it is left as it is."""
+        return any(self.refusals.get(kernel) is None for kernel in KERNELS)
+
+    def warn(self) -> None:
+        """Say once that packed rows have a dense mask."""
+        _warn_of_mask(f"packed rows have a dense mask, as with attention='sdpa': {self.refusals['flex']}")
+
     def choose(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """The kernel for packed rows; None for a dense mask. `flex` was never slower in bench/attention.py."""
         if self.option != "auto":
@@ -193,9 +202,16 @@ def _make_mask(base: Callable[..., Any], **given: Any) -> Any:
 
 
 def _attend(
-    base: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any
+    base: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **given: Any,
 ) -> tuple[Tensor, Any]:
     """The attention function: a kernel where the mask is a table, and else the model's own implementation."""
+    mask = attention_mask
     if not isinstance(mask, BlockTable | Borders):
         return base(module, query, key, value, mask, **given)
     scale, softcap, sinks = given.get("scaling"), given.get("softcap"), given.get("s_aux")

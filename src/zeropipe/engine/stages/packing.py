@@ -76,7 +76,7 @@ class Packing:
 
     def __init__(self, lm: nn.Module, attention: PackedAttention | None = None) -> None:
         self._config, self.rotary, self.attention = lm.config, _length_dependent_rotary(lm), attention
-        if attention is not None:
+        if attention is not None and attention.is_possible:
             use(lm)
 
     def inputs(self, cu_seqlens: Tensor, positions: Tensor | None) -> dict[str, Any]:
@@ -85,7 +85,9 @@ class Packing:
         inputs: dict[str, Any] = {"position_ids": positions, "is_packed": True}
         if self.rotary:
             inputs["sample_lengths"] = sample_lengths(cu_seqlens, positions)
-        if self.attention is not None:
+        if self.attention is not None and not self.attention.is_possible:
+            self.attention.warn()
+        elif self.attention is not None:
             inputs["samples"] = find_samples(cu_seqlens, *positions.shape[-2:])
         if uses_flash(self._config):
             longest = int(cu_seqlens.diff().max())

@@ -241,7 +241,7 @@ class TrainTable(Table):
 
     output: str = Field(default="out", description="Folder for checkpoints, metrics and the report.")
     steps: Count | None = Field(default=None, description="Steps to train. Use this or `epochs`.")
-    epochs: Positive | None = Field(default=None, description="ChunkPasses over the data. Use this or `steps`.")
+    epochs: Positive | None = Field(default=None, description="Passes over the data. Use this or `steps`.")
     seed: Index = Field(default=0, description="Seed of the order of samples, random weights and dropout.")
     deterministic: Flag = Field(
         default=False, description="Use torch's deterministic algorithms, so that runs are reproducible bit for bit."
