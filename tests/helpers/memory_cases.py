@@ -278,6 +278,7 @@ def draw(seed: int, num_ranks: int, model_path: str) -> RunConfig:
         "engine": {
             "ac": chance.choice(("none", "none", "full", "selective:2", "selective:op")), "device": "cpu",
             "attention": "sdpa",  # as it runs on a CPU
+            "fused_head": False,  # predictions are for whole logits
             "shards": chance.choice(("keep", "regather")) if dp_shard > 1 else "keep",
         },
         "data": {
