@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PICTURE = ["zeropipe", "draw", "zbv", "--ranks", "4", "--microbatches", "8", "-o", "first.html"]
-STEP = ["zeropipe", "train", "tiny/run.toml", "--train.steps", "1"]
+STEP = ["zeropipe", "train", "tiny/run.toml", "--train.steps", "1", "--rate.warmup", "1"]
 GOALS = {  # extra, and what is run after the installation
     "the first picture": ("", [PICTURE]),
     "the first training step": ("[train]", [["python", str(ROOT / "examples/tiny/make.py"), "tiny"], STEP]),
