@@ -39,6 +39,10 @@ def _refuse_lora(head: Any) -> str | None:
         return "the adapter on its head is not a plain LoRA"
     if any(layer.bias is not None for layer in head.lora_B.values()):
         return "the adapter on its head has a bias"
+    if any(
+        layer._forward_hooks or layer._forward_pre_hooks for layer in (head.get_base_layer(), *head.lora_B.values())
+    ):
+        return "the layers of the adapter on its head have hooks"
     return None
 
 
