@@ -61,8 +61,8 @@ def train_balanced(
     pipelines, mine = math.prod(sizes.get(name, 1) for name in DATA_DIMENSIONS), pipeline_index(mesh, sizes)
     seen = {"loss": 0.0, "norm": 0.0, "grad": 0.0, "weight": 0.0, "rows": 0.0, "bias": 0.0, "changed": 0.0}
     with (
-        Engine(schedule, stages, mesh=mesh, **options) as engine,
         mock.patch.object(compiling, "inductor_backend", mock.Mock(return_value="aot_eager")),
+        Engine(schedule, stages, mesh=mesh, **options) as engine,
     ):
         loads = ExpertLoads(engine, RATE)
         ours, theirs = (
