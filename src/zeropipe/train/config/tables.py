@@ -163,7 +163,9 @@ class EngineTable(Table):
         description="Full backwards (B), too, add weight gradients directly to `.grad`. Default: on a GPU.",
     )
     fused_head: Flag = Field(
-        default=True, description="Compute the loss in chunks of tokens, so that logits are never whole in memory."
+        default=True,
+        description="Compute the loss in chunks of tokens, so that logits are never whole in memory. "
+        "Estimates count whole logits: the last stage needs less than they say.",
     )
     shards: Literal["keep", "regather"] = Field(
         default="keep", description="Gather sharded weights once per step, or again for every microbatch."
