@@ -255,7 +255,7 @@ class _Experts(nn.Module):
 
     def __init__(self, stack):
         super().__init__()
-        self.stack = stack
+        self.stack, self.adapters = stack, {}
 
 
 def test_a_shared_input_counts_once():
