@@ -263,8 +263,8 @@ def test_the_machine_and_torchrun_are_looked_at(run, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert run("train", "run.toml") == (2, "", (
-        "zeropipe: mesh pp=2,dp_replicate=1,dp_shard=1,cp=1,tp=1 has 2 processes, torchrun started 3; start 2, or change "
-        "the mesh\n"
+        "zeropipe: mesh pp=2,dp_replicate=1,dp_shard=1,cp=1,tp=1 has 2 processes, torchrun started 3; start 2, or "
+        "change the mesh\n"
     ))  # fmt: skip
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert run("train", "run.toml") == (2, "", "")  # told once on each machine
