@@ -155,7 +155,7 @@ def test_what_every_stage_has_counts():
     stages = costs.costs(found.counts)
     assert [f + b for f, b in zip(stages.f, stages.b)] == pytest.approx(found.rank_times)
     task = task_of(costs, schedule)
-    assert task.rank_loads((3, 3))[1][0] == pytest.approx(6 * 18 + 2 * (3 + 3)), "two microbatches of rank 0 are alive"
+    assert task.rank_loads((3, 3))[1][0] == pytest.approx(6 * 16 + 2 * (3 + 3)), "two microbatches of rank 0 are alive"
 
 
 def test_too_many_stages_are_refused():

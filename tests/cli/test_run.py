@@ -169,9 +169,9 @@ def test_the_command_on_meshes(capfd, tmp_path, mesh):
     "args, world, words",
     [
         (
-            ["--mesh", "pp=2,cp=2"],
+            ["--mesh", "pp=2,sp=2"],
             None,
-            "has the dimension 'cp': must be one of pp, dp_replicate, dp_shard, tp, ep",
+            "has the dimension 'sp': must be one of pp, dp_replicate, dp_shard, cp, tp, ep",
         ),
         (["--mesh", "pp=2", "--mesh.ep", "2"], None, "ep=2 divides experts over data-parallel processes; use dp_shard"),
         (["--mesh", "pp=2,pp=2"], None, "has pp twice"),

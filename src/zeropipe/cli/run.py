@@ -69,7 +69,8 @@ _MOVED_BATCH = "use --microbatch; in plan and in training files, batch is the se
     help="While waiting for a message, run pending weight gradients.",
 )  # fmt: skip
 @option(
-    "--overlap", type=click.Choice(["streams", "turns"]), default="streams", show_default=True, field="engine.overlap",
+    "--engine.overlap", "overlap_mode", type=click.Choice(["streams", "turns"]), default="streams", show_default=True,
+    field="engine.overlap",
     help="How F and B of an Overlap run together: on two streams of a GPU, or in turns at every exchange.",
 )  # fmt: skip
 @opt.mesh
@@ -262,7 +263,7 @@ def _create_job(built: list[Schedule], values: dict[str, Any]) -> Job:
             raise ConfigError(f"--layers has each stage's layers already: leave out {opt.flag_of(name)}")
     names = ("model", "num_layers", "vocabulary", "first_less", "last_less", "device", "compile", "split", "mesh")
     job = Job(
-        **{name: values[name] for name in (*names, "dynamic_weights", "overlap")}, layers=counts,
+        **{name: values[name] for name in (*names, "dynamic_weights")}, overlap=values["overlap_mode"], layers=counts,
         verify=values["verify"], steps=values["steps"] or DEFAULT_STEPS,
         sequence=values["sequence"] or DEFAULT_SEQUENCE,
         batch=opt.require_single("microbatch", values["microbatch"], "estimate, profile and plan take") or 1,

@@ -70,7 +70,7 @@ def _run_options(config: RunConfig) -> dict[str, Any]:
     options: dict[str, Any] = {
         "model": model.path, "dtype": model.dtype, "microbatch": data.microbatch, "sequence": data.sequence,
         "ac": engine.ac, "compile": engine.compile, "split": engine.split, "dynamic_weights": engine.dynamic_weights,
-        "overlap": engine.overlap,
+        "overlap_mode": engine.overlap,
         "first_less": table.first_less, "last_less": table.last_less, "num_layers": model.num_layers,
         "vocabulary": model.vocabulary, "layers": None if table.layers is None else list(table.layers),
         "device": engine.device,

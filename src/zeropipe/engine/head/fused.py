@@ -83,7 +83,8 @@ class FusedHead:
             *(term.x for term in terms), *(to_local(term.parameter) for term in terms),
         )  # fmt: skip
         shape = targets.labels.shape
-        return TokenLosses(losses.view(shape)[:, :-1], None if entropies is None else entropies.view(shape)[:, :-1])
+        without_last = losses.view(shape)[:, :-1].clone()  # FSDP2 warns of views
+        return TokenLosses(without_last, None if entropies is None else entropies.view(shape)[:, :-1].clone())
 
 
 def _vocabulary_mesh(layer: Any) -> Any:

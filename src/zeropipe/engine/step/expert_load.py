@@ -97,7 +97,7 @@ def _find_bias(stage: nn.Module, name: str, num_experts: int) -> Tensor:
     """The bias of the router beside a stack of experts."""
     block = stage.get_submodule(name.rpartition(".")[0])
     tensors = [*block.named_buffers(), *block.named_parameters()]
-    found = [tensor for key, tensor in tensors if key.endswith(BIAS) and tensor.numel() == num_experts]
+    found = [tensor for key, tensor in tensors if key.split(".")[-1] == BIAS and tensor.numel() == num_experts]
     if len(found) != 1 or found[0].requires_grad or isinstance(found[0], DTensor):
         raise ConfigError(f"{name} has no router with a bias ({BIAS}) that balances its experts; use a router loss")
     return found[0].detach()
