@@ -22,7 +22,7 @@ test: $(STAMP)
 # the other, so that they share what they start. All workers are forks of one process (tests/helpers/fork_server.py).
 # No run lasts longer than LIMIT seconds: each test has a time-out, and this ends what a time-out cannot.
 JOBS ?= 3
-LIMIT ?= 1800
+LIMIT ?= 3600
 tests: export PYTHONDONTWRITEBYTECODE :=  # many processes are started: each finds the code compiled
 tests: $(STAMP)
 	$(BIN)/python tests/helpers/compile_kernels.py & trap "kill $$! 2> /dev/null" EXIT; trap "exit 130" INT TERM; \
