@@ -61,7 +61,7 @@ ENGINE_MAY_IMPORT = {
     "step": {"torch_private", "fsdp_private", "backward", "blocks", "comm", "layout", "mesh", "options", "stages"},
     "head": {"torch_private", "backward", "blocks", "mesh", "stages"},
     "low_bits": set(),
-    "masters": {"torch_private", "low_bits"},
+    "masters": {"torch_private", "backward", "low_bits"},
     "options": {"blocks"},
     "setup": {"options", "comm", "layout", "mesh", "stages"},
     "checkpoint": {"torch_private", "transformers_private", "backward", "comm", "layout", "masters", "setup", "stages"},

@@ -20,11 +20,11 @@ CHUNK_SIZE = 2**27  # elements that are in float32 at the same time, if no param
 class LowBits:
     """The lower halves of the float32 copies of some bfloat16 parameters, of one device.
 
-    `copies` have values from `expand` until `compress`, and no memory outside of it.
+    `pairs` are parameters and their copies. Copies have values from `expand` until `compress`, and else no memory.
     """
 
     def __init__(self, parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-        self._parameters, self.copies = tuple(parameters), tuple(copies)
+        self.pairs = tuple(zip(parameters, copies))
         ends = torch.tensor([p.numel() for p in parameters]).cumsum(0).tolist()
         self._ranges = list(pairwise([0, *ends]))
         self.low = torch.zeros(ends[-1], dtype=torch.int16, device=parameters[0].device)
@@ -42,7 +42,7 @@ class LowBits:
         if self._full is None:
             high = torch.cat([bits.flatten() for bits in self._high_bits()])
             self._full = full = _functions(high.device.type)[0](high, self.low)
-            for copy, (start, end) in zip(self.copies, self._ranges):
+            for (_, copy), (start, end) in zip(self.pairs, self._ranges):
                 copy.data = full[start:end].view(copy.shape)
             self.low = self.low[:0]
 
@@ -57,16 +57,19 @@ class LowBits:
             self._free_copies()
 
     @torch.no_grad()
-    def restart(self, number: int) -> None:
-        """Let the copy of the parameter with this number have the parameter's value."""
-        start, end = self._ranges[number]
-        self.low[start:end].zero_()
+    def restart(self, ids: set[int]) -> set[int]:
+        """Let the copies of parameters with these ids have the parameters' values; returns those that are here."""
+        found = {id(parameter): place for (parameter, _), place in zip(self.pairs, self._ranges)}
+        for key in found.keys() & ids:
+            start, end = found[key]
+            self.low[start:end].zero_()
+        return found.keys() & ids
 
     def _high_bits(self) -> list[Tensor]:
-        return [parameter.detach().view(torch.int16) for parameter in self._parameters]
+        return [parameter.detach().view(torch.int16) for parameter, _ in self.pairs]
 
     def _free_copies(self) -> None:
-        for copy, parameter in zip(self.copies, self._parameters):
+        for parameter, copy in self.pairs:
             copy.data = torch.empty((), device=parameter.device).expand(parameter.shape)
 
 

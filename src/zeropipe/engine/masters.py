@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zeropipe.engine.backward.gradients import stash_gradients
 from zeropipe.engine.low_bits import LowBits, make_chunks
 from zeropipe.engine.torch_private.tensors import version
 from zeropipe.errors import ConfigError
@@ -61,11 +61,15 @@ class MasterWeights:
         return master
 
     def _make_chunks(self) -> list[LowBits]:
-        """The chunks of all parameters whose copies are compressed between steps; their pairs come first."""
+        """The chunks of all parameters whose copies are compressed between steps."""
         pairs = [(p, m) for p, m in self._pairs if p.dtype == torch.bfloat16 and not isinstance(p, DTensor)]
-        chosen = {id(parameter) for parameter, _ in pairs}
-        self._pairs = pairs + [pair for pair in self._pairs if id(pair[0]) not in chosen]
         return list(make_chunks([p for p, _ in pairs], [m for _, m in pairs]))
+
+    @property
+    def _uncompressed(self) -> list[tuple[Tensor, Tensor]]:
+        """The pairs that are in no chunk."""
+        in_chunks = {id(parameter) for chunk in self._chunks for parameter, _ in chunk.pairs}
+        return [pair for pair in self._pairs if id(pair[0]) not in in_chunks]
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -79,8 +83,7 @@ class MasterWeights:
     def kept(self) -> list[Tensor]:
         """What is kept of the float32 copies between steps: all bits, or the lower ones."""
         self.compress()
-        start = sum(len(chunk.copies) for chunk in self._chunks)
-        masters = [master for parameter, master in self._pairs[start:] if parameter is not master]
+        masters = [master for parameter, master in self._uncompressed if parameter is not master]
         return [chunk.low for chunk in self._chunks] + masters
 
     def compress(self) -> None:
@@ -99,18 +102,16 @@ class MasterWeights:
     def step(self) -> None:
         """Run one step of the wrapped optimizer, on gradients of any dtype."""
         self._copy_changes()
-        start = sum(len(chunk.copies) for chunk in self._chunks)
-        uncompressed = self._pairs[start:]
+        uncompressed = self._uncompressed
         if uncompressed or not self._chunks:
             self._step_pairs(uncompressed)
             for parameter, master in uncompressed:
                 if parameter is not master:
                     parameter.copy_(master)
-        with _without_gradients(parameter for parameter, master in uncompressed if parameter is master):
-            for chunk in reversed(self._chunks):
-                end, start = start, start - len(chunk.copies)
+        with stash_gradients([parameter for parameter, master in uncompressed if parameter is master]):
+            for chunk in self._chunks:
                 chunk.expand()
-                self._step_pairs(self._pairs[start:end])
+                self._step_pairs(chunk.pairs)
                 chunk.compress()
         self._written = self._versions()
 
@@ -134,14 +135,13 @@ class MasterWeights:
     def _copy_changes(self) -> None:
         """Copy values that were written into parameters to the masters; unchanged values keep their precision."""
         written = self._versions()
-        chunks = iter([(chunk, number) for chunk in self._chunks for number in range(len(chunk.copies))])
-        for (parameter, master), before, now in zip(self._pairs, self._written, written):
-            chunk, number = next(chunks, (None, 0))
-            if parameter is master or now == before:
-                continue
-            if chunk is not None and not chunk.is_expanded:
-                chunk.restart(number)
-            else:
+        versions = zip(self._pairs, self._written, written)
+        changed = {id(parameter) for (parameter, _), before, now in versions if now != before}
+        for chunk in self._chunks:
+            if not chunk.is_expanded:
+                changed -= chunk.restart(changed)
+        for parameter, master in self._pairs:
+            if id(parameter) in changed and parameter is not master:
                 is_same = parameter == master.to(parameter.dtype)
                 master.copy_(torch.where(is_same, master, parameter.float()))
         self._written = written
@@ -174,19 +174,6 @@ class MasterWeights:
             master.copy_(saved)
             parameter.copy_(master)
         self.compress()
-
-
-@contextmanager
-def _without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """A context in which parameters have no gradients."""
-    hidden = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in hidden:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in hidden:
-            parameter.grad = gradient
 
 
 def _listed(params: Any) -> list[Tensor]:

@@ -71,9 +71,9 @@ class Turns:
     """Who of two computations runs. Number 0 is the first one."""
 
     def __init__(self, switched: Sequence[Switched] = ()) -> None:
-        self._gates = (threading.Lock(), threading.Lock())  # open while that computation may run
-        for gate in self._gates:
-            gate.acquire()
+        self._locks = (threading.Lock(), threading.Lock())  # a computation acquires its own to run
+        for lock in self._locks:
+            lock.acquire()
         self._switched = switched
         self._is_alone = self._has_failed = False  # one of them has ended, or failed
         self.running = self.num_holds = 0
@@ -89,8 +89,8 @@ class Turns:
             return self._require_partner()
         state = self.get_state()
         self.running = 1 - own
-        self._gates[1 - own].release()
-        self._gates[own].acquire()
+        self._locks[1 - own].release()
+        self._locks[own].acquire()
         self.set_state(state)
         return self._require_partner()
 
@@ -110,7 +110,7 @@ class Turns:
     def wait_for_first(self) -> None:
         """Called by the second computation before it begins."""
         state = self.get_state()
-        self._gates[1].acquire()
+        self._locks[1].acquire()
         self.set_state(state)
         self._require_partner()
 
@@ -119,7 +119,7 @@ class Turns:
         self._has_failed |= failed
         if not self._is_alone:
             self._is_alone, self.running = True, 1 - number
-            self._gates[1 - number].release()
+            self._locks[1 - number].release()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeropipe.engine.mesh.cp_attention import GATHER, SplitAttention, attend, join_parts
-from zeropipe.engine.mesh.tp_collectives import TPGroup, all_reduce
+from zeropipe.engine.mesh.tp_collectives import Copy, Reduce, TPGroup
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.packed_attention import Samples, attend_within
 from zeropipe.engine.stages.packing import rotary_per_sample
@@ -142,7 +142,7 @@ class ContextPart:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over processes, each of which has a loss of its own made of it."""
-        return _Sum.apply(x, self.group)
+        return Copy.apply(Reduce.apply(x, self.group), self.group)
 
     # losses
 
@@ -174,17 +174,6 @@ def _removed(hook: Any) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TPGroup) -> Tensor:
-        ctx.group = group
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(dy, ctx.group), None
 
 
 class _GatherAlike(torch.autograd.Function):
