@@ -49,49 +49,24 @@ test-torchtitan: .venv-torchtitan/.installed
 test-archon: .venv-archon/.installed
 	.venv-archon/bin/python -m pytest -q --confcutdir tests/integrations tests/integrations/test_archon.py
 
-.venv-torchtitan/.installed: pyproject.toml constraints.txt tests/integrations/torchtitan.txt
-	test -x .venv-torchtitan/bin/python || $(PYTHON) -m venv .venv-torchtitan
-	.venv-torchtitan/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
-		-r tests/integrations/torchtitan.txt
-	touch $@
-
 test-trainer: .venv-trainer/.installed
 	.venv-trainer/bin/python -m pytest -q --confcutdir tests/integrations tests/integrations/test_trainer_integration.py
 
-.venv-trainer/.installed: pyproject.toml constraints.txt tests/integrations/trainer.txt
-	test -x .venv-trainer/bin/python || $(PYTHON) -m venv .venv-trainer
-	.venv-trainer/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
-		-r tests/integrations/trainer.txt
-	touch $@
-
-# nemo-automodel pins transformers and packages that need CUDA: its own dependencies are left out
 test-automodel: .venv-automodel/.installed
 	.venv-automodel/bin/python -m pytest -q --confcutdir tests/integrations tests/integrations/test_automodel.py
 
-.venv-automodel/.installed: pyproject.toml constraints.txt tests/integrations/automodel.txt
-	test -x .venv-automodel/bin/python || $(PYTHON) -m venv .venv-automodel
-	.venv-automodel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
-		-r tests/integrations/automodel.txt
-	.venv-automodel/bin/pip install --quiet --disable-pip-version-check --no-deps nemo-automodel==0.7.0
-	touch $@
-
-# verl pins transformers below the versions that zeropipe is tested with: its own dependencies are left out
 test-verl: .venv-verl/.installed
 	.venv-verl/bin/python -m pytest -q --confcutdir tests/integrations tests/integrations/test_verl.py
 
-.venv-verl/.installed: pyproject.toml constraints.txt tests/integrations/verl.txt
-	test -x .venv-verl/bin/python || $(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
-		-r tests/integrations/verl.txt
-	.venv-verl/bin/pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1
-	touch $@
+# Packages that are installed without their own dependencies: they pin another torch or transformers, or CUDA packages.
+PACKAGE_archon := areal==1.0.4
+PACKAGE_automodel := nemo-automodel==0.7.0
+PACKAGE_verl := verl==0.9.1
 
-# areal pins a torch and CUDA packages that its Archon does not need: its own dependencies are left out
-.venv-archon/.installed: pyproject.toml constraints.txt tests/integrations/archon.txt
-	test -x .venv-archon/bin/python || $(PYTHON) -m venv .venv-archon
-	.venv-archon/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
-		-r tests/integrations/archon.txt
-	.venv-archon/bin/pip install --quiet --disable-pip-version-check --no-deps areal==1.0.4
+.venv-%/.installed: pyproject.toml constraints.txt tests/integrations/%.txt
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e . -r tests/integrations/$*.txt
+	$(if $(PACKAGE_$*),.venv-$*/bin/pip install --quiet --disable-pip-version-check --no-deps $(PACKAGE_$*))
 	touch $@
 
 # The wheel and the sdist; the wheel is built from the sdist, so both are complete.
