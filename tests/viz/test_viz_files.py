@@ -19,8 +19,9 @@ from zeropipe.core.lower import lower
 from zeropipe.core.placement import Placement
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz import check_name
-from zeropipe.viz.boxes import UPPER, boxes, shade_table
-from zeropipe.viz.colors import KINDS, contrast, ink_on, shades
+from zeropipe.viz.boxes import boxes
+from zeropipe.viz.colors import KINDS, contrast, ink_on, shade_table, shades
+from zeropipe.viz.columns import UPPER
 from zeropipe.viz.html import MODULES, bundle, viewer_file
 from zeropipe.viz.payload import payload
 
@@ -267,7 +268,7 @@ def test_shades_of_many_ranks_take_linear_work():
         __hash__ = int.__hash__
 
     table = tuple(Rank(n % 500) for n in range(1000))
-    assert shade_table(Placement((table,))).tolist() == [[0] * 500 + [1] * 500]
+    assert shade_table(Placement((table,))) == [[0] * 500 + [1] * 500]
     assert compared < 10_000
 
 

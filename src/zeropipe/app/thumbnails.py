@@ -12,7 +12,8 @@ from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.schedules.registry import Entry
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.simulate import simulate
-from zeropipe.viz.boxes import LOWER, UPPER, boxes
+from zeropipe.viz.boxes import boxes
+from zeropipe.viz.columns import LOWER, UPPER
 
 SIZES = ((4, 8), (4, 4), (2, 4), (1, 1))  # ranks, microbatches: the first that the schedule can have
 ROW_HEIGHT, ROW_GAP = 8, 2

@@ -7,7 +7,8 @@ returns the namespace that creates its arguments and calls it: `Plain`, with lis
 Compiled kernels are about forty times faster. But loading numba and its cached kernels takes half a second, and
 compiling them, once per installation, some seconds. So a process starts with plain kernels, and small commands start at
 once. It switches to compiled ones when one input is large, or when its inputs add up to many actions, as in the page
-and in a search. Then it uses them for all but the smallest inputs.
+and in a search. Then it uses them for all but the smallest inputs. Where numba is not installed, as in a browser, all
+kernels stay plain.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from array import array
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
+from importlib.util import find_spec
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -63,6 +65,10 @@ class Plain:
         return array("d", values).tobytes()
 
     @staticmethod
+    def small_bytes(values: Any, typecode: str) -> bytes:
+        return array(typecode, values).tobytes()
+
+    @staticmethod
     def call(kernel: Callable[..., Any], *args: Any) -> Any:
         return kernel(*args)
 
@@ -103,6 +109,10 @@ class Compiled:
         return bytes(values.tobytes())
 
     @staticmethod
+    def small_bytes(values: Any, typecode: str) -> bytes:
+        return bytes(values.astype(typecode).tobytes())
+
+    @staticmethod
     def call(kernel: Callable[..., Any], *args: Any) -> Any:
         return compiled(kernel)(*args)
 
@@ -117,6 +127,11 @@ def _numpy() -> Any:
     return numpy
 
 
+@cache
+def _has_compiler() -> bool:
+    return find_spec("numba") is not None
+
+
 class _Process:
     """What this process has done so far."""
 
@@ -126,11 +141,12 @@ class _Process:
 
 def arrays(size: int) -> Arrays:
     """The namespace for an input of `size` actions that a kernel will process."""
-    if size >= COMPILE_FROM_SIZE or (_Process.is_compiled and size >= MIN_COMPILED_SIZE):
+    is_large = size >= COMPILE_FROM_SIZE and _has_compiler()
+    if is_large or (_Process.is_compiled and size >= MIN_COMPILED_SIZE):
         _Process.is_compiled = True
         return Compiled
     _Process.plain_actions += size
-    if _Process.plain_actions >= COMPILE_AFTER_ACTIONS:
+    if _Process.plain_actions >= COMPILE_AFTER_ACTIONS and _has_compiler():
         _Process.is_compiled = True
     return Plain
 

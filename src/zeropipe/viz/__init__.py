@@ -6,6 +6,7 @@ drawable    refuses timelines that cannot be drawn
 terminal    lines of characters; `cells` fills them
 figure      a Scene for SVG (`svg`), PNG and PDF (`raster`); `bands` and `density` for boxes that are too fine
 html        an offline page: `viewer/` draws the data of `payload`, `article` is above it
+columns     the columns of `payload`, made without numpy, so that a browser makes them, too
 trace       Perfetto's JSON
 lanes       gathers and reductions of sharded stages, below the boxes of a rank
 axis, colors, words    ticks, colours, and texts of limited width

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zeropipe.viz.boxes import LOWER, Boxes
+from zeropipe.viz.boxes import Boxes
 from zeropipe.viz.colors import shades
+from zeropipe.viz.columns import LOWER
 from zeropipe.viz.density import KINDS, Floats, round_time, shares_around, times_of
 from zeropipe.viz.scene import Area
 

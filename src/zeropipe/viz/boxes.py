@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
-from zeropipe.core.placement import Placement
 from zeropipe.core.timeline import Timeline
-
-MAX_SHADES = 64
-WHOLE, UPPER, LOWER = 0, 1, 2  # an Overlap is a box in two halves: forward above, backward below
+from zeropipe.viz.colors import shade_table
+from zeropipe.viz.columns import LOWER, UPPER, WHOLE
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ def boxes(timeline: Timeline) -> Boxes:
     half = joined * UPPER
     half[1:] += joined[:-1] * LOWER
     kind, stage, microbatch = kind_of(codes), stage_of(codes), microbatch_of(codes)
-    shades = shade_table(timeline.schedule.placement)
+    shades = np.array(shade_table(timeline.schedule.placement), np.int64)
     copy = (microbatch >= timeline.schedule.second_from).astype(np.int64)
     start = np.frombuffer(timeline.start, np.float64) - timeline.first_start
     end = np.frombuffer(timeline.end, np.float64) - timeline.first_start
@@ -51,25 +48,6 @@ def boxes(timeline: Timeline) -> Boxes:
         np.array(timeline.schedule.packed.offsets, np.int64), start, end, kind, stage, microbatch, half,
         shades[copy, stage], int(shades.max(initial=0)) + 1, timeline.makespan,
     )  # fmt: skip
-
-
-def shade_table(placement: Placement) -> NDArray[np.int64]:
-    """Per copy and stage, a number that differs between the stages of a rank: its pass over the ranks, or its copy.
-
-    If there are more than `MAX_SHADES` of them, neighbours share one: they could not be distinguished.
-    """
-    per_copy = max(max(Counter(table).values(), default=1) for table in placement.copies)
-    rows = []
-    for copy, ranks in enumerate(placement.copies):
-        seen: dict[int, int] = {}
-        row = []
-        for rank in ranks:
-            row.append(copy * per_copy + seen.get(rank, 0))
-            seen[rank] = seen.get(rank, 0) + 1
-        rows.append(row)
-    table = np.array(rows, np.int64)
-    count = int(table.max(initial=0)) + 1
-    return table if count <= MAX_SHADES else table * MAX_SHADES // count
 
 
 def kinds_with_room(model: Boxes, needed: float) -> frozenset[tuple[int, bool]]:

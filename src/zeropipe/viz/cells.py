@@ -10,8 +10,9 @@ import numpy as np
 from rich.style import Style
 from rich.text import Text
 
-from zeropipe.viz.boxes import UPPER, Boxes, kinds_with_room
+from zeropipe.viz.boxes import Boxes, kinds_with_room
 from zeropipe.viz.colors import MIXED, ink_on, shades
+from zeropipe.viz.columns import UPPER
 from zeropipe.viz.density import KINDS, Floats, round_time, shares_around, time_by_kind
 
 IDLE = "·"

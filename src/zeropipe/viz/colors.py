@@ -6,9 +6,12 @@ protanopia, deuteranopia and tritanopia (a test measures it).
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from math import cos, radians, sin
 from typing import Any
+
+from zeropipe.core.placement import Placement
 
 # OKLCH: lightness, chroma, hue
 KINDS = {"F": (0.50, 0.16, 260.0), "B": (0.525, 0.165, 32.0), "I": (0.81, 0.14, 87.0), "W": (0.83, 0.11, 168.0)}
@@ -17,6 +20,7 @@ SHARDING = {"unshard": "weights gathered", "reduce": "gradients reduced"}  # in 
 DARK_INK = "#10141c"
 MIXED = "#8b93a3"  # if no kind has more than half of the time
 SPREAD = 0.055  # lightness above and below for the first and the last shade
+MAX_SHADES = 64
 
 THEMES: dict[str, dict[str, str]] = {
     "light": {"paper": "#ffffff", "lane": "#f3f4f7", "ink": "#1b2130", "soft": "#667085", "line": "#d9dde5",
@@ -34,6 +38,24 @@ def shades(kind: str, count: int) -> tuple[str, ...]:
         return (_oklch(light, chroma, hue),)
     steps = (SPREAD * (1 - 2 * i / (count - 1)) for i in range(count))
     return tuple(_oklch(light + step, chroma * (0.9 if step > 0 else 1.0), hue) for step in steps)
+
+
+def shade_table(placement: Placement) -> list[list[int]]:
+    """Per copy and stage, a number that differs between the stages of a rank: its pass over the ranks, or its copy.
+
+    If there are more than `MAX_SHADES` of them, neighbours share one: they could not be distinguished.
+    """
+    per_copy = max(max(Counter(table).values(), default=1) for table in placement.copies)
+    table = []
+    for copy, ranks in enumerate(placement.copies):
+        seen: dict[int, int] = {}
+        row = []
+        for rank in ranks:
+            row.append(copy * per_copy + seen.get(rank, 0))
+            seen[rank] = seen.get(rank, 0) + 1
+        table.append(row)
+    count = max((max(row, default=0) for row in table), default=0) + 1
+    return table if count <= MAX_SHADES else [[shade * MAX_SHADES // count for shade in row] for row in table]
 
 
 def ink_on(color: str) -> str:

@@ -13,8 +13,9 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import percent, size_text, time_text
 from zeropipe.viz.axis import axis_unit, ticks
 from zeropipe.viz.bands import SEAM, THINNEST, Region, bands, regions
-from zeropipe.viz.boxes import LOWER, WHOLE, Boxes, boxes, kinds_with_room
+from zeropipe.viz.boxes import Boxes, boxes, kinds_with_room
 from zeropipe.viz.colors import NAMES, SHARDING, ink_on, shades
+from zeropipe.viz.columns import LOWER, WHOLE
 from zeropipe.viz.density import KINDS
 from zeropipe.viz.drawable import drawable
 from zeropipe.viz.lanes import lane, merged

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from zeropipe.core.action import Kind
 from zeropipe.core.timeline import Timeline
 
@@ -44,7 +41,7 @@ def merged(moves: Iterator[Move], least: float) -> list[Move]:
 
 def cells(timeline: Timeline, rank: int, columns: int, step: float) -> list[str | None]:
     """The look that has most of each cell of a line in a terminal; None for an empty cell."""
-    shares: dict[str, NDArray[np.float64]] = {look: np.zeros(columns) for look in MARKS}
+    shares = {look: [0.0] * columns for look in MARKS}
     for move in lane(timeline, rank):
         first, last = (min(columns - 1, max(0, int(time / step))) for time in (move.start, move.end))
         for column in range(first, last + 1):

@@ -19,8 +19,9 @@ import numpy as np
 from zeropipe.core import explain
 from zeropipe.core.formats.json import to_data
 from zeropipe.core.timeline import Timeline
-from zeropipe.viz.boxes import UPPER, Boxes, boxes
+from zeropipe.viz.boxes import Boxes, boxes
 from zeropipe.viz.colors import NAMES, SHARDING
+from zeropipe.viz.columns import UPPER
 from zeropipe.viz.drawable import require_drawable
 from zeropipe.viz.lanes import lane
 
