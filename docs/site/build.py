@@ -19,8 +19,8 @@ from sphinx.cmd.build import build_main
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "docs/*.md")
 FILES = ("examples/*.ipynb", "docs/*.svg", "docs/*.png", "docs/gallery/*", "docs/data/*", "src/zeropipe/__init__.py")
-TRACK = re.compile(r"^## (.+)\n\n((?:\d+\. .*\n)+)", re.MULTILINE)
-COMPARE = '<a href="../play/index.html">Compare schedules in this browser</a>: sixteen schedules, no installation.'
+TRACK = re.compile(r"^## (.+)\n\n((?:(?:\d+\. |   ).*\n)+)", re.MULTILINE)
+COMPARE = '<a href="../play/index.html">Compare schedules in this browser</a>: all schedules, any numbers.'
 LINK = re.compile(r"\]\(([^)#]+\.md)\)")
 
 
@@ -34,7 +34,7 @@ def build(target: Path) -> int:
         (source / "docs" / "api" / name).write_text(text)
     status = build_main(["-W", "--keep-going", "-q", "-b", "html", str(source), str(target)])
     shutil.rmtree(target / "play", ignore_errors=True)
-    compare.write_page(target / "play")
+    compare.write_page(target / "play", ROOT / "build" / "npm")
     return status
 
 
@@ -49,10 +49,10 @@ def _copy_pages(source: Path) -> None:
     shutil.copytree(here / "static", source / "static")
     index = source / "docs" / "README.md"
     text = index.read_text()
-    index.write_text(text.replace("## See schedules\n", f"## See schedules\n\n{COMPARE}\n", 1) + _navigation(text))
+    index.write_text(text.replace("## See schedules\n", f"## See schedules\n\n{COMPARE}\n", 1) + navigation(text))
 
 
-def _navigation(index: str) -> str:
+def navigation(index: str) -> str:
     """Hidden tables of contents: one per track of the index, then the API, then pages about the project."""
     tracks = [(title, LINK.findall(links)) for title, links in TRACK.findall(index)]
     tracks.append(("Look up", ["glossary.md", "cli.md", *(f"api/{name}.md" for name in api.MODULES)]))
