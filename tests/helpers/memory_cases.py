@@ -23,6 +23,7 @@ from zeropipe.engine import fsdp_private
 from zeropipe.engine.comm.ranks import job_ranks
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.masters import MasterWeights
+from zeropipe.engine.mesh import cp_attention
 from zeropipe.engine.mesh.sharded_stage import ShardedStage
 from zeropipe.engine.step import executor_cache
 from zeropipe.engine.step.losses import CausalLMLoss
@@ -181,6 +182,7 @@ def measure_step(config: RunConfig) -> Measured:
     with (
         mock.patch.object(executor_cache, "ProfilerLabels", MeterActions),
         mock.patch.object(setup, "Engine", in_order),
+        mock.patch.object(cp_attention, "_triangle", _triangle),
         make_engine(config, position, stages) as engine,
     ):
         optimizer = make_optimizer(config, engine, position.device)
@@ -201,10 +203,16 @@ def measure_step(config: RunConfig) -> Measured:
     return Measured(position.rank, *(items | change for items, change in zip(found, changes, strict=True)))
 
 
+def _triangle(queries: int, keys: int, device: torch.device) -> Tensor:
+    """The mask of the last queries as a tensor: a CausalBias cannot be seen by a dispatch mode."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
 def bytes_under_way(config: RunConfig) -> float:
     """Of messages that a rank sends and receives between two actions, which predictions do not count."""
     mesh, data = config.mesh, config.data
     number = data.microbatch * data.sequence * MODEL["hidden_size"] / (mesh.tp if mesh.sequence_parallel else 1)
+    number /= mesh.cp
     return 3 * number * (2 if config.model.dtype == "bfloat16" else 4) if mesh.pp > 1 else 0.0
 
 
@@ -295,6 +303,17 @@ def draw(seed: int, num_ranks: int, model_path: str) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update=packed)})
 
 
+def divide(config: RunConfig, sizes: dict[str, int], **data: Any) -> RunConfig:
+    """The run on a mesh with these sizes, with other fields of its data."""
+    mesh = {"pp": 1, "dp_shard": 1, "tp": 1, "sequence_parallel": sizes.get("tp", 1) > 1, **sizes}
+    batch = config.num_microbatches * config.data.microbatch * sizes.get("dp_shard", 1)
+    return config.model_copy(update={
+        "mesh": config.mesh.model_copy(update=mesh),
+        "data": config.data.model_copy(update={"batch": batch, **data}),
+        "schedule": config.schedule.model_copy(update={"name": "1f1b"}),
+    })  # fmt: skip
+
+
 def describe(config: RunConfig) -> str:
     """The layout in one line."""
     mesh, engine, data = config.mesh, config.engine, config.data
@@ -303,7 +322,8 @@ def describe(config: RunConfig) -> str:
         "no master weights": not config.optimizer.master_weights,
     }  # fmt: skip
     return " ".join([
-        f"pp{mesh.pp} dp{mesh.dp_shard} tp{mesh.tp} {config.schedule.name} ac={engine.ac} shards={engine.shards}",
+        f"pp{mesh.pp} dp{mesh.dp_shard} cp{mesh.cp} tp{mesh.tp} {config.schedule.name}",
+        f"ac={engine.ac} shards={engine.shards}",
         f"{config.model.dtype} microbatches {config.num_microbatches}x{data.microbatch}",
         *(name for name, is_so in marks.items() if is_so),
     ])  # fmt: skip

@@ -211,4 +211,4 @@ def test_selective_checkpointing_of_every_nth_layer_prices_exchanges(costs):
     setting = costs.price_exchanges(costs.setting(ep=8, ac="none"))
     layers = costs.layer_list(setting, "selective:2")
     assert {layer.i for layer in layers} == {experts(costs, ep=8, ac=ac).i for ac in ("none", "full")}
-    assert replace(setting, ep=8).exchange_bandwidth is not None
+    assert replace(setting, ep=8).bandwidths is not None

@@ -5,6 +5,7 @@
 
 import json
 import os
+from math import prod
 
 import pytest
 
@@ -68,6 +69,28 @@ def test_memory_of_16_bit_shards_without_master_weights(model, worst):
         "optimizer": drawn.optimizer.model_copy(update={"master_weights": False}),
     })  # fmt: skip
     check(config, 2, worst)
+
+
+PARTS = [
+    # sizes, seed of the other options, ac, tokens, packed, key heads
+    ({"cp": 2}, 7, "none", 128, False, 4),
+    ({"cp": 2}, 7, "full", 250, True, 1),  # padded; both have the same key head
+    ({"cp": 3}, 2, "none", 131, False, 4),  # keys are gathered
+    ({"pp": 2, "cp": 2}, 1, "selective:op", 128, False, 4),
+    ({"cp": 2, "dp_shard": 2}, 1, "none", 131, True, 4),
+    ({"cp": 2, "tp": 2}, 1, "full", 128, False, 4),
+]
+
+
+@pytest.mark.parametrize(("sizes", "seed", "ac", "sequence", "packing", "keys"), PARTS)
+def test_memory_of_parts_of_sequences(sizes, seed, ac, sequence, packing, keys, tmp_path, worst):
+    fields = {"model_type": "llama", **cases.MODEL, "num_key_value_heads": keys}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    drawn = cases.draw(seed, 2, str(tmp_path))
+    kind = {"kind": "tokens", "path": ("not.read",)} if packing else {"kind": "synthetic", "path": None}
+    config = cases.divide(drawn, sizes, sequence=sequence, packing=packing, **kind)
+    engine = config.engine.model_copy(update={"ac": ac, "shards": "keep"})
+    check(config.model_copy(update={"engine": engine}), prod(sizes.values()), worst)
 
 
 @pytest.mark.full

@@ -89,6 +89,7 @@ class RowRequest(StrictModel):
     dp_shard: PositiveInt
     tp: PositiveInt
     ep: PositiveInt = 1
+    cp: PositiveInt = 1
     sequence_parallel: bool = False
     schedule: Annotated[str, Field(max_length=100)]
     stages_per_rank: PositiveInt
@@ -226,14 +227,15 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
             costs = costs or estimate(
                 source, gpu=planned.gpu, sequence=planned.sequence, compile=planned.compile, tp=request.tp,
                 sequence_parallel=request.sequence_parallel, microbatch_size=request.microbatch_size, ac=request.ac,
-                dtype=planned.dtype, lora=planned.lora, ep=request.ep,
+                dtype=planned.dtype, lora=planned.lora, ep=request.ep, cp=request.cp,
             )  # fmt: skip
             names = (planned.model_name, find_gpu(planned.gpu).name)
         limit = max(0.0, _memory(planned, source) - planned.reserve * 1e9)
         context = PlanContext.create(costs, planned.gpus_per_node, limit)
         candidate = Candidate(
             Layout(
-                request.pp, request.dp_shard, request.tp, sequence_parallel=request.sequence_parallel, ep=request.ep
+                request.pp, request.dp_shard, request.tp, sequence_parallel=request.sequence_parallel, ep=request.ep,
+                cp=request.cp,
             ),
             request.schedule, request.stages_per_rank, request.microbatches, request.microbatch_size, request.ac,
             request.cut,

@@ -29,6 +29,7 @@ DEFAULT_SEQUENCE, DEFAULT_DTYPE = 4096, "bfloat16"
 @opt.ac
 @opt.tp
 @opt.ep
+@opt.cp
 @opt.imbalance
 @opt.dispatch
 @opt.sequence_parallel
@@ -60,7 +61,7 @@ def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **v
         model, gpu=values["gpu"], compile=values["compile"], efficiency=parse_efficiency(values["efficiency"]),
         sequence=values["sequence"] or DEFAULT_SEQUENCE, dtype=values["dtype"] or DEFAULT_DTYPE,
         microbatch_size=values["microbatch"] or (1,), tp=values["tp"] or (1,),
-        ac=(values["ac"] or "none").split(","), lora=values["lora"], ep=values["ep"] or (1,),
+        ac=(values["ac"] or "none").split(","), lora=values["lora"], ep=values["ep"] or (1,), cp=values["cp"] or (1,),
         imbalance=values["imbalance"], dispatch=values["dispatch"], sample=values["sample"],
         sequence_parallel=_parallel_values(values["sequence_parallel"], values["tp"] or (1,)),
     )  # fmt: skip

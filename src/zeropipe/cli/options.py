@@ -109,6 +109,10 @@ ep = option(
     "--ep", type=INTEGERS, field="mesh.ep",
     help="GPUs that experts are divided over; estimate and plan take several like 1,8.",
 )  # fmt: skip
+cp = option(
+    "--cp", type=INTEGERS, field="mesh.cp",
+    help="GPUs that have a part of every sequence; estimate and plan take several like 1,4.",
+)  # fmt: skip
 imbalance = option(
     "--imbalance", type=float, default=1.0, show_default=True,
     help="With ep: rows of experts of the GPU that has most, over the mean.",

@@ -46,6 +46,7 @@ _ESTIMATE_ONLY = ("gpu", "sequence", "sample", "dtype", "compile", "efficiency")
 @opt.ranks
 @opt.tp
 @opt.ep
+@opt.cp
 @opt.imbalance
 @opt.dispatch
 @opt.sequence_parallel
@@ -121,8 +122,8 @@ def _refuse(made: Plan, as_json: bool) -> None:
 def _plan_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `zp.plan`."""
     names = (
-        "gpus", "gpus_per_node", "memory", "reserve", "batch", "gpu", "compile", "lora", "tp", "ep", "search_seconds",
-        "search_steps", "sequence_parallel", "workers", "imbalance", "dispatch", "sample",
+        "gpus", "gpus_per_node", "memory", "reserve", "batch", "gpu", "compile", "lora", "tp", "ep", "cp",
+        "search_seconds", "search_steps", "sequence_parallel", "workers", "imbalance", "dispatch", "sample",
     )  # fmt: skip
     return {
         **{name: values[name] for name in names},

@@ -119,8 +119,8 @@ def _cells(made: Plan, row: PlanRow) -> list[str]:
 
 
 def _mesh_text(layout: Layout) -> str:
-    ep = f" ep{layout.ep}" if layout.ep > 1 else ""
-    return f"{layout.pp}x{layout.dp_shard}x{layout.tp}{' sp' * layout.sequence_parallel}{ep}"
+    cp, ep = (f" {name}{size}" if size > 1 else "" for name, size in (("cp", layout.cp), ("ep", layout.ep)))
+    return f"{layout.pp}x{layout.dp_shard}x{layout.tp}{' sp' * layout.sequence_parallel}{cp}{ep}"
 
 
 def _exposed_text(row: PlanRow) -> str:

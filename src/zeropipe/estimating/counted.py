@@ -63,6 +63,9 @@ class CountedModel:
     def allows_ep(self, ep: int) -> bool:
         return ep == 1
 
+    def allows_cp(self, cp: int) -> bool:
+        return cp == 1
+
     def exchanged_bytes(self, kind: str, sizes: Sizes) -> float:
         return 0.0
 

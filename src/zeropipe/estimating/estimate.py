@@ -47,6 +47,7 @@ def estimate(
     dispatch: str = "expert",
     sample: int | None = None,
     dense_mask: bool = False,
+    cp: int | Sequence[int] = 1,
 ) -> LayerCosts:
     """Estimate the costs of a model's layers from their shapes. `zeropipe profile` measures them.
 
@@ -57,7 +58,7 @@ def estimate(
     settings with a `tp` of 1; `imbalance` is the load of the GPU with most rows over the mean, `dispatch` whether a
     token is sent once to each "expert" of it, or to each "process" that has some. With `sample` a sequence is a row of
     packed samples of so many tokens, which attend within themselves (`engine.attention`). With `dense_mask` a mask
-    keeps the samples of a row apart.
+    keeps the samples of a row apart. `cp` divides every sequence over so many GPUs.
     """
     opened, machine = open_model(model), find_gpu(gpu, efficiency)
     dtype = DTYPE_NAMES.get(str(dtype), dtype)
@@ -72,16 +73,19 @@ def estimate(
         _require_adapters(opened, lora, tp_sizes)
     ep_sizes = _list_integers("ep", ep)
     _require_experts(opened, ep_sizes, tp_sizes, imbalance, dispatch, lora)
+    cp_sizes = _list_integers("cp", cp)
+    _require_parts(opened, cp_sizes)
     settings = [
         _estimate_setting(
-            opened, Pricing(machine, dtype, compile, num_shards), mode,
+            opened, Pricing(machine, dtype, compile, num_shards), mode, size,
             Sizes(
-                size * sequence, sequence, DTYPES[dtype], num_shards, is_parallel, num_experts, imbalance, dispatch,
-                sample or 0, dense_mask,
+                size * part_length(sequence, num_parts, num_shards if is_parallel else 1), sequence, DTYPES[dtype],
+                num_shards, is_parallel, num_experts, imbalance, dispatch, sample or 0, dense_mask, num_parts,
             ),
             lora,
         )
-        for num_shards, is_parallel in _list_shardings(opened, tp_sizes, sequence_parallel, sequence)
+        for num_parts in cp_sizes
+        for num_shards, is_parallel in _list_shardings(opened, tp_sizes, sequence_parallel, sequence, num_parts)
         for num_experts in ep_sizes if num_experts == 1 or num_shards == 1
         for size in sizes for mode in _list_modes(ac)
     ]  # fmt: skip
@@ -97,6 +101,16 @@ def estimate(
             "bandwidth": machine.bandwidth, "efficiency": {**vars(machine.efficiency)},
         },
     )  # fmt: skip
+
+
+def part_length(sequence: int, cp: int, multiple: int = 1) -> int:
+    """The tokens of a sequence that each GPU of `cp` has: sequences are padded to two equal chunks for each of them.
+
+    A part is divided into `multiple` equal chunks.
+    """
+    if cp == 1:
+        return sequence
+    return -(-sequence // (2 * cp * multiple)) * 2 * multiple
 
 
 def require_sample(sample: int | None, sequence: int) -> None:
@@ -162,7 +176,21 @@ def _require_experts(
             raise ConfigError(f"ep={ep}: {model.name} has {has}")
 
 
-def _estimate_setting(model: Model, pricing: Pricing, mode: str, sizes: Sizes, lora: int | None) -> Setting:
+def _require_parts(model: ShapedModel | CountedModel, cp_sizes: list[int]) -> None:
+    """ConfigError for sizes of `cp` that a model is not estimated for."""
+    for cp in cp_sizes:
+        if not model.allows_cp(cp):
+            reason = (
+                f"{model.reason} are counted, without parts of sequences"
+                if isinstance(model, CountedModel)
+                else f"{model.name} is the text model of a multimodal one, which cannot run in parts"
+            )
+            raise ConfigError(f"cp={cp}: {reason}; leave out cp")
+
+
+def _estimate_setting(
+    model: Model, pricing: Pricing, mode: str, microbatch_size: int, sizes: Sizes, lora: int | None
+) -> Setting:
     message, checkpointing = model.message_bytes(sizes), Checkpointing.parse(mode)
     kinds = model.layer_operators(sizes)
     if lora is not None:
@@ -179,12 +207,12 @@ def _estimate_setting(model: Model, pricing: Pricing, mode: str, sizes: Sizes, l
     }  # fmt: skip
     costs[STAGE] = LayerCost(0.0, 0.0, 0.0, activation=model.shared_bytes(sizes))
     return Setting(
-        costs, mode, sizes.tokens // sizes.sequence, pricing.tp, pricing.compile, sizes.sequence_parallel, sizes.ep
+        costs, mode, microbatch_size, pricing.tp, pricing.compile, sizes.sequence_parallel, sizes.ep, sizes.cp
     )
 
 
 def _list_shardings(
-    model: Model, tp_sizes: Sequence[int], sequence_parallel: bool | Sequence[bool], sequence: int
+    model: Model, tp_sizes: Sequence[int], sequence_parallel: bool | Sequence[bool], sequence: int, cp: int
 ) -> list[tuple[int, bool]]:
     """Each size of `tp`, without and with sequence parallelism, as requested; with `tp` of 1 there is none."""
     values = [sequence_parallel] if isinstance(sequence_parallel, bool) else list(dict.fromkeys(sequence_parallel))
@@ -197,7 +225,7 @@ def _list_shardings(
         found += [(tp, value) for value in values if not value] if tp > 1 else [(tp, False)]
         if tp == 1 or True not in values:
             continue
-        if sequence % tp == 0 and (False not in values or model.allows_sequence_parallel(tp)):
+        if (sequence % tp == 0 or cp > 1) and (False not in values or model.allows_sequence_parallel(tp)):
             found.append((tp, True))
         elif False not in values:
             raise ConfigError(f"sequence={sequence}: must be a multiple of tp={tp} with sequence_parallel")

@@ -61,6 +61,10 @@ class Model(Protocol):
         """Whether experts can be divided over `ep` GPUs, and the estimate knows them."""
         ...
 
+    def allows_cp(self, cp: int) -> bool:
+        """Whether each of `cp` GPUs can have a part of every sequence, and the estimate knows it."""
+        ...
+
     def exchanged_bytes(self, kind: str, sizes: Sizes) -> float:
         """Bytes of the rows of an exchange of a layer of this kind; 0 without divided experts."""
         ...
@@ -135,6 +139,9 @@ class ShapedModel:
     def allows_ep(self, ep: int) -> bool:
         experts = self.shape.experts
         return ep == 1 or (experts is not None and experts.number % ep == 0)
+
+    def allows_cp(self, cp: int) -> bool:
+        return cp == 1 or not self.shape.is_multimodal
 
     def exchanged_bytes(self, kind: str, sizes: Sizes) -> float:
         return exchanged_bytes(self.shape, sizes) if sizes.ep > 1 and kind.startswith("experts") else 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import comb
+from math import comb, gcd
 from typing import Any
 
 from zeropipe.core.model.operators import ADDED, ENDS, Op
@@ -20,7 +20,7 @@ from zeropipe.estimating.shapes import Experts, Layer, Shape
 class Sizes:
     """The sizes of an estimate."""
 
-    tokens: int  # of a microbatch
+    tokens: int  # of a microbatch, on one GPU of `cp`
     sequence: int
     element: int  # bytes of an element
     tp: int
@@ -30,6 +30,7 @@ class Sizes:
     dispatch: str = "expert"  # a token is sent once to each "expert" of it, or to each "process" that has some
     sample: int = 0  # tokens of a packed sample; 0: a sequence is one
     dense_mask: bool = False  # rows of several samples, which a mask keeps apart
+    cp: int = 1  # GPUs that have a part of every sequence each
 
     @property
     def outside(self) -> Sizes:
@@ -89,8 +90,8 @@ def shared_bytes(shape: Shape, sizes: Sizes) -> float:
     Rows of one sample have the same positions.
     """
     width = shape.head_dim if shape.latent is None else shape.latent.rope
-    positions = sizes.tokens if sizes.dense_mask or sizes.sample else sizes.sequence
-    mask = sizes.tokens * sizes.sequence if sizes.dense_mask else 0
+    positions = sizes.tokens if sizes.dense_mask or sizes.sample else -(-sizes.sequence // sizes.cp)
+    mask = _mask_rows(shape.heads // sizes.tp, sizes) * sizes.sequence if sizes.dense_mask else 0
     return positions * (8.0 + 2 * width * sizes.element) + mask
 
 
@@ -178,11 +179,16 @@ def _attention(shape: Shape, layer: Layer, sizes: Sizes) -> list[Op]:
     if shape.family.qk_norm:
         is_per_head = shape.family.qk_norm == 1
         ops += [norm(size, sizes, weight=shape.head_dim if is_per_head else size) for size in (q, kv)]
-    kernel = [_attention_kernel(shape, layer, sizes, heads, shape.head_dim, shape.head_dim, q + 2 * kv)]
+    attend = _attend(layer, sizes, heads, kv // shape.head_dim, shape.head_dim, shape.head_dim)
     if own != q:
-        kernel = _replicate(kernel, sizes.tp)
-    ops += [_rotary(q + kv, sizes), *kernel]
-    return [*ops, linear("o", own, shape.hidden, sizes, bias=shape.o_bias, kept_by="attention", summed=sizes.tp > 1)]
+        attend = _replicate(attend, sizes.tp)
+    return [*ops, _rotary(q + kv, sizes), *attend, _output(own, shape, sizes)]
+
+
+def _output(size: int, shape: Shape, sizes: Sizes) -> Op:
+    """The last product of attention. With `cp` its input is exchanged: not the tensor that attention keeps."""
+    kept_by = "attention" if sizes.cp == 1 else "itself"
+    return linear("o", size, shape.hidden, sizes, bias=shape.o_bias, kept_by=kept_by, summed=sizes.tp > 1)
 
 
 def _latent(shape: Shape, layer: Layer, sizes: Sizes) -> list[Op]:
@@ -205,15 +211,52 @@ def _latent(shape: Shape, layer: Layer, sizes: Sizes) -> list[Op]:
         ),
         norm(latent.kv_rank, sizes),
         linear("kv_b", latent.kv_rank, heads * (latent.nope + latent.value), sizes), _rotary(q + k, sizes),
-        _attention_kernel(shape, layer, sizes, heads, latent.nope + latent.rope, latent.value, q + k + v),
+        *_attend(layer, sizes, heads, heads, latent.nope + latent.rope, latent.value),
     ]  # fmt: skip
-    return [*ops, linear("o", v, shape.hidden, sizes, bias=shape.o_bias, kept_by="attention", summed=sizes.tp > 1)]
+    return [*ops, _output(v, shape, sizes)]
 
 
-def _attention_kernel(shape: Shape, layer: Layer, sizes: Sizes, heads: int, qk: int, v: int, inputs: int) -> Op:
+def _attend(layer: Layer, sizes: Sizes, heads: int, kv_heads: int, qk: int, v: int) -> list[Op]:
+    """Attention, and with `cp` the exchanges before and after it: of heads for tokens, where `cp` divides heads.
+
+    With fewer key heads than GPUs several get the same one. Else keys and values of all tokens are gathered.
+    """
+    keys = kv_heads * (qk + v)
+    if sizes.cp == 1:
+        return [_attention_kernel(layer, sizes, heads, qk, v, keys)]
+    if exchanges_heads(heads, sizes.cp):
+        keys *= sizes.cp // gcd(kv_heads, sizes.cp)
+        kernel = _attention_kernel(layer, sizes, heads, qk, v, keys)
+        return [_exchange(heads * qk + keys, 6, sizes), kernel, _exchange(heads * v, 8, sizes)]
+    keys *= sizes.cp
+    kernel = _attention_kernel(layer, sizes, heads, qk, v, keys, repeats_keys=heads > kv_heads)
+    return [_exchange(keys, 4, sizes), kernel]
+
+
+def exchanges_heads(heads: int, cp: int) -> bool:
+    """Whether attention exchanges heads for tokens; else keys and values are gathered."""
+    return heads % cp == 0
+
+
+def _exchange(size: int, copies: int, sizes: Sizes) -> Op:
+    """An exchange of so many elements per token of this GPU, and the reads and writes of those that it copies."""
+    exchanged = float(sizes.tokens * size * sizes.element)
+    moved = copies * exchanged
+    return Op("exchange", exchanged=exchanged, moved=(moved, moved), moved_back=moved, gradient=exchanged)
+
+
+def _mask_rows(heads: int, sizes: Sizes) -> int:
+    """Rows of a dense mask: those of the tokens that this GPU attends with."""
+    return sizes.tokens * (sizes.cp if exchanges_heads(heads, sizes.cp) else 1)
+
+
+def _attention_kernel(
+    layer: Layer, sizes: Sizes, heads: int, qk: int, v: int, keys: int, *, repeats_keys: bool = False
+) -> Op:
     """Attention: causal, or with a mask, that of a window for example, with which the kernel computes all pairs.
 
-    Packed samples run kernels that compute the pairs within a sample and its windows only, or have a mask.
+    Packed samples run kernels that compute the pairs within a sample and its windows only, or have a mask. `keys`:
+    elements of keys and values per token of this GPU. Attention with a mask repeats them for all heads.
     """
     s, window = sizes.sequence, layer.window
     if sizes.sample and not sizes.dense_mask:
@@ -223,13 +266,15 @@ def _attention_kernel(shape: Shape, layer: Layer, sizes: Sizes, heads: int, qk: 
     pairs = (window * s - window * (window - 1) / 2) / s if has_window and window else (s + 1) / 2
     each = 2 * heads * (qk + v) * sizes.tokens
     out, sums = sizes.tokens * heads * v * sizes.element, sizes.tokens * heads * 4
-    keys = (
-        sizes.tokens * (heads * (qk + v)) * sizes.element if is_masked else 0.0
-    )  # a mask needs keys repeated for all heads
+    inputs = sizes.tokens * (heads * qk + keys) * sizes.element
+    repeated = 0.0
+    if is_masked or repeats_keys:
+        all_tokens = sizes.tokens * (1 if exchanges_heads(heads, sizes.cp) else sizes.cp)
+        repeated += all_tokens * (heads * (qk + v)) * sizes.element
     if sizes.dense_mask:  # each layer converts it to the dtype of the queries
-        keys += sizes.tokens * s * sizes.element
-    kept = sizes.tokens * inputs * sizes.element + out + sums + keys
-    moved = sizes.tokens * inputs * sizes.element + out + 2 * keys
+        repeated += _mask_rows(heads, sizes) * s * sizes.element
+    kept = inputs + out + sums + repeated
+    moved = inputs + out + 2 * repeated
     return Op(
         "attention", each * (s if is_masked else pairs), each * pairs, attention=True, kept=(kept, kept),
         kept_op=out + sums, moved=(moved, moved), gradient=2.0 * out,

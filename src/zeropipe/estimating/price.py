@@ -95,8 +95,10 @@ def price_layer(
         max(forward, launch), max(backward + recompute, I_LAUNCH * launch),
         max(weights, pricing.gpu.efficiency.launch if is_block and weights else 0.0),
     )  # fmt: skip
+    parts = sum(op.exchanged for op in ops)
     return LayerCost(
-        f=times.f, i=times.i, w=times.w,
+        f=times.f, i=times.i, w=times.w, f_exchange=parts,
+        i_exchange=parts * (1 if checkpointing.mode == "none" else 2),  # checkpointing exchanges once more
         activation=held, stash=sum(op.stash for op in ops), workspace=recomputed + gradients,
         message=message if is_block else 0.0, parameters=sum(op.parameters for op in ops), trained=_count_trained(ops),
         flops=sum(map(_useful, ops)), frozen_flops=sum(_useful(op) for op in ops if op.trained == 0),

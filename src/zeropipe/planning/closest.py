@@ -85,7 +85,7 @@ def _restrictions(task: PlanTask) -> dict[str, Any]:
         found["ac"] = ["full"]
     if task.microbatch_sizes is not None and 1 not in task.microbatch_sizes:
         found["microbatch_sizes"] = [1]
-    given = ("pp", "schedules") if task.lora is not None else ("pp", "tp", "ep", "schedules")
+    given = ("pp", "cp", "schedules") if task.lora is not None else ("pp", "tp", "ep", "cp", "schedules")
     return found | {name: None for name in given if getattr(task, name) is not None}
 
 
@@ -103,7 +103,7 @@ def _describe(change: Mapping[str, Any], row: PlanRow) -> dict[str, Any]:
     """The change as arguments: an argument that was left out has the value of the row."""
     candidate = row.candidate
     layout = candidate.layout
-    values = {"pp": layout.pp, "tp": layout.tp, "ep": layout.ep, "schedules": candidate.title}
+    values = {"pp": layout.pp, "tp": layout.tp, "ep": layout.ep, "cp": layout.cp, "schedules": candidate.title}
     given = {name: values[name] if value is None else value for name, value in change.items()}
     if "lora" in given:
         del given["tp"]  # the default with lora

@@ -32,7 +32,7 @@ class PlanContext:
         """The setting of the layers, with seconds of exchanges; ConfigError if the costs do not have it."""
         found = self.costs.setting(
             ac=run.ac, microbatch_size=run.microbatch_size, tp=run.layout.tp,
-            sequence_parallel=run.layout.sequence_parallel, ep=run.layout.ep,
+            sequence_parallel=run.layout.sequence_parallel, ep=run.layout.ep, cp=run.layout.cp,
         )  # fmt: skip
         return self.costs.price_exchanges(found, self.gpus_per_node)
 

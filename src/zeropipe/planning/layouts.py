@@ -20,9 +20,11 @@ class Layout:
     dp_replicate: int = 1  # plans do not use it; a training file may
     sequence_parallel: bool = False
     ep: int = 1  # divides experts over dp_shard, or without it over dp_replicate
+    cp: int = 1  # between dp_shard and tp
 
     def __str__(self) -> str:
-        text = f"pp{self.pp} x dp{self.dp_shard} x tp{self.tp}" + (f" with ep{self.ep}" if self.ep > 1 else "")
+        cp = f" x cp{self.cp}" if self.cp > 1 else ""
+        text = f"pp{self.pp} x dp{self.dp_shard}{cp} x tp{self.tp}" + (f" with ep{self.ep}" if self.ep > 1 else "")
         return f"{text} with sequence parallelism" if self.sequence_parallel else text
 
     @property
@@ -32,7 +34,12 @@ class Layout:
     @property
     def gpus_per_rank(self) -> int:
         """GPUs of one pipeline rank."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def num_copies(self) -> int:
+        """GPUs that have the same shard of the same weights, and other tokens."""
+        return self.dp_replicate * self.cp
 
     @property
     def shards(self) -> Shards:
@@ -51,11 +58,12 @@ class Layout:
 
     def shard_link(self, costs: LayerCosts, gpus_per_node: int) -> Link:
         """The link of gathers and reductions over `dp_shard`."""
-        return costs.link if self.is_within_node(self.dp_shard * self.tp, gpus_per_node) else costs.inter_node
+        return costs.link if self.is_within_node(self.dp_shard * self.cp * self.tp, gpus_per_node) else costs.inter_node
 
-    def replicate_link(self, costs: LayerCosts, gpus_per_node: int) -> Link:
-        """The link of gradient all-reduces over `dp_replicate`."""
-        return costs.link if self.is_within_node(self.gpus_per_rank, gpus_per_node) else costs.inter_node
+    def copy_link(self, costs: LayerCosts, gpus_per_node: int) -> Link:
+        """The link of gradient all-reduces over `dp_replicate` and `cp`."""
+        size = self.cp * self.tp if self.dp_replicate == 1 else self.gpus_per_rank
+        return costs.link if self.is_within_node(size, gpus_per_node) else costs.inter_node
 
 
 def max_stages(num_layers: int) -> int:
@@ -67,22 +75,28 @@ def with_experts(layouts: Sequence[Layout], ep_sizes: Sequence[int], gpus_per_no
     """The layouts with experts divided inside a machine, and over all of dp_shard."""
     found = []
     for layout in layouts:
-        sizes = {min(layout.dp_shard, gpus_per_node), layout.dp_shard} if layout.tp == 1 else set()
+        inside = max(1, gpus_per_node // layout.cp)
+        sizes = {min(layout.dp_shard, inside), layout.dp_shard} if layout.tp == 1 else set()
         found += [
             replace(layout, ep=ep) for ep in sorted(sizes) if ep > 1 and ep in ep_sizes and layout.dp_shard % ep == 0
         ]
     return found
 
 
-def list_layouts(gpus: int, gpus_per_node: int, tp_sizes: Sequence[int], num_layers: int) -> list[Layout]:
+def list_layouts(
+    gpus: int, gpus_per_node: int, tp_sizes: Sequence[int], num_layers: int, cp_sizes: Sequence[int] = (1,)
+) -> list[Layout]:
     """Every layout that uses all GPUs, with tensor parallelism inside a machine."""
     found = []
     for tp in sorted(set(tp_sizes)):
         if gpus % tp or not Layout(gpus // tp, 1, tp).is_within_node(tp, gpus_per_node):
             continue
-        rest = gpus // tp
-        max_pp = min(rest, max_stages(num_layers))
-        found += [Layout(pp, rest // pp, tp) for pp in range(1, max_pp + 1) if rest % pp == 0]
+        for cp in sorted(set(cp_sizes)):
+            rest, left = divmod(gpus // tp, cp)
+            max_pp = 0 if left else min(rest, max_stages(num_layers))
+            found += [Layout(pp, rest // pp, tp, cp=cp) for pp in range(1, max_pp + 1) if rest % pp == 0]
+    if not found and tuple(cp_sizes) != (1,):
+        raise ConfigError(f"cp={', '.join(map(str, cp_sizes))}: must divide gpus={gpus}, with tp too")
     if not found:
         sizes = ", ".join(map(str, tp_sizes))
         raise ConfigError(f"tp={sizes}: must divide gpus={gpus} and gpus_per_node={gpus_per_node}")

@@ -55,6 +55,7 @@ def plan(
     pp: int | Sequence[int] | None = None,
     tp: int | Sequence[int] | None = None,
     ep: int | Sequence[int] | None = None,
+    cp: int | Sequence[int] | None = None,
     imbalance: float = 1.0,
     dispatch: str = "expert",
     sequence_parallel: bool | None = None,
@@ -75,9 +76,10 @@ def plan(
     in bytes, of which `reserve` is not used. With `lora` the model is frozen and adapters of that rank are trained.
     `sequence_parallel` is for layouts with a `tp` above 1. `ep` divides experts inside a machine and over all of
     `dp_shard`; `imbalance` is the load of the GPU with most of their rows over the mean, `dispatch` as in
-    `zp.estimate`. The default is to try all pipeline, expert-parallel and tensor-parallel sizes, without and with
-    sequence parallelism where the model allows it, microbatches of 1, 2 and 4 sequences, ac `none`, `selective:op` and
-    `full` (or the settings of LayerCosts), and all built-in schedules. Then `zp.search` runs for the best rows, for
+    `zp.estimate`. `cp` divides every sequence over so many GPUs. The default is to try all pipeline, expert-parallel and
+    tensor-parallel sizes, without and with sequence parallelism where the model allows it, microbatches of 1, 2 and 4
+    sequences, ac `none`, `selective:op` and `full` (or the settings of LayerCosts), and all built-in schedules; from
+    32,768 tokens also each power of two for `cp` that leaves a GPU 8,192 tokens of a sequence. Then `zp.search` runs for the best rows, for
     `search_seconds` in all or with `search_steps` each. At most `max_candidates` are simulated, those with the least
     work. `progress` gets a description and the completed fraction.
     """
@@ -92,7 +94,7 @@ def plan(
         )
     task = PlanTask.create(
         model, sequence, gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, memory=memory, reserve=reserve, gpu=gpu,
-        dtype=dtype, compile=compile, efficiency=efficiency, lora=lora, sample=sample, pp=pp, tp=tp, ep=ep,
+        dtype=dtype, compile=compile, efficiency=efficiency, lora=lora, sample=sample, pp=pp, tp=tp, ep=ep, cp=cp,
         imbalance=imbalance, dispatch=dispatch, sequence_parallel=sequence_parallel, microbatch_sizes=microbatch_sizes,
         ac=ac, schedules=schedules,
     )  # fmt: skip

@@ -20,6 +20,7 @@ _PURPOSES = {
     "work": "more work per GPU", "recompute": "recomputation", "imbalance": "imbalance of ranks",
     "schedule": "idle time of the schedule",
     "data": "gathers, reductions and sums", "optimizer": "optimizer", "exchange": "exposed exchanges of experts",
+    "parts": "exchanges of attention",
 }  # fmt: skip
 
 

@@ -69,10 +69,11 @@ class StepSeconds:
     data: float  # exposed gathers and reductions of shards, and sums over copies of a weight
     optimizer: float
     exchange: float = 0.0  # exposed exchanges of rows of experts: the mean over ranks
+    parts: float = 0.0  # exchanges of attention over cp: the mean over ranks
 
     @property
     def total(self) -> float:
-        work = self.work + self.recompute + self.exchange + self.imbalance
+        work = self.work + self.recompute + self.exchange + self.parts + self.imbalance
         return work + self.schedule + self.data + self.optimizer
 
 

@@ -16,7 +16,7 @@ from zeropipe.planning.task import PlanTask, SearchSpace
 def list_task_runs(task: PlanTask, context: PlanContext, space: SearchSpace) -> list[Run]:
     """Every run in the search space; ConfigError if there is none."""
     num_layers = context.costs.num_layers
-    every = list_layouts(task.gpus, context.gpus_per_node, space.tp, num_layers)
+    every = list_layouts(task.gpus, context.gpus_per_node, space.tp, num_layers, space.cp)
     layouts = [layout for layout in every if task.pp is None or layout.pp in task.pp]
     if not layouts:
         possible = _join(sorted({layout.pp for layout in every}))

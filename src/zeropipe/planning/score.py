@@ -93,20 +93,27 @@ def _count_parameters(stages: list[list[int]], placement: Placement, num_ranks: 
 
 def _attribute_seconds(context: PlanContext, run: Simulation) -> StepSeconds:
     candidate, pipeline, state = run.candidate, run.pipeline, context.costs.state
-    work = candidate.num_microbatches * sum(layer.f + layer.full_backward for stage in run.stages for layer in stage)
+    layers = [layer for stage in run.stages for layer in stage]
+    work = candidate.num_microbatches * sum(layer.f + layer.full_backward - _part_seconds(layer) for layer in layers)
     recomputed = _recompute_seconds(context, candidate) / work if work > 0 else 0.0  # a fraction of all work
     mean, busiest = sum(pipeline.busy) / pipeline.num_ranks, max(pipeline.busy)
     stepped = max(run.held(rank).count_stepped(run.shards) for rank in range(pipeline.num_ranks))
     moved = OPTIMIZER_TRAFFIC * stepped * (state.gradients + state.optimizer)
     exposed = _exposed_seconds(run, mean)
-    computing = mean - exposed
+    parts = candidate.num_microbatches * sum(map(_part_seconds, layers)) / pipeline.num_ranks
+    computing = mean - exposed - parts
     return StepSeconds(
         work=computing * (1 - recomputed), recompute=computing * recomputed, imbalance=busiest - mean,
-        exchange=exposed,
+        exchange=exposed, parts=parts,
         schedule=pipeline.makespan - busiest,
         data=run.timeline.makespan - pipeline.makespan + _sum_seconds(context, run),
         optimizer=moved / context.optimizer_bandwidth if context.optimizer_bandwidth else 0.0,
     )  # fmt: skip
+
+
+def _part_seconds(layer: LayerCost) -> float:
+    """Seconds of the exchanges of attention in an F and an I."""
+    return layer.f_exchange + layer.i_exchange
 
 
 def _exposed_seconds(run: Simulation, busy: float) -> float:
@@ -127,7 +134,10 @@ def _recompute_seconds(context: PlanContext, candidate: Candidate) -> float:
     except ConfigError:
         return 0.0
     layers = zip(context.costs.layers, context.decoder_layers(candidate), strict=True)
-    return candidate.num_microbatches * sum(max(0.0, layer.i - plain.kinds[kind].i) for kind, layer in layers)
+    return candidate.num_microbatches * sum(
+        max(0.0, layer.i - layer.i_exchange - plain.kinds[kind].i + plain.kinds[kind].i_exchange)
+        for kind, layer in layers
+    )
 
 
 def _sum_seconds(context: PlanContext, run: Simulation) -> float:
@@ -144,17 +154,17 @@ def _sum_seconds(context: PlanContext, run: Simulation) -> float:
         bandwidth = run.resident_costs.link(rank, other).bandwidth if rank != other else None
         if bandwidth:
             longest = max(longest, number * costs.state.gradients / bandwidth)
-    return longest + _replicate_seconds(context, run)
+    return longest + _copy_seconds(context, run)
 
 
-def _replicate_seconds(context: PlanContext, run: Simulation) -> float:
-    """Seconds of the ring all-reduce over `dp_replicate`, which sends nearly all of a rank's gradients twice."""
+def _copy_seconds(context: PlanContext, run: Simulation) -> float:
+    """Seconds of the ring all-reduce over copies of weights, which sends nearly all of a rank's gradients twice."""
     layout = run.candidate.layout
-    bandwidth = layout.replicate_link(context.costs, context.gpus_per_node).bandwidth
-    if layout.dp_replicate == 1 or not bandwidth:
+    bandwidth = layout.copy_link(context.costs, context.gpus_per_node).bandwidth
+    if layout.num_copies == 1 or not bandwidth:
         return 0.0
     size = max(context.costs.state.sum_bytes(run.held(rank), run.shards) for rank in range(run.pipeline.num_ranks))
-    return 2 * (layout.dp_replicate - 1) / layout.dp_replicate * size / bandwidth
+    return 2 * (layout.num_copies - 1) / layout.num_copies * size / bandwidth
 
 
 def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMemory:

@@ -18,6 +18,8 @@ from zeropipe.sim.layer_costs import LayerCosts
 
 DEFAULT_MODES = ("none", "selective:op", "full")
 DEFAULT_MICROBATCH_SIZES = (1, 2, 4)
+LONG_SEQUENCE = 32_768  # tokens, from which context parallelism is tried
+MIN_PART = 8_192  # tokens of a sequence that a GPU has at least with the default sizes of cp
 
 
 class SearchSpace(NamedTuple):
@@ -27,6 +29,7 @@ class SearchSpace(NamedTuple):
     microbatch_sizes: list[int]
     ac: list[str]
     ep: list[int]
+    cp: list[int]
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class PlanTask:
     pp: list[int] | None = None
     tp: list[int] | None = None
     ep: list[int] | None = None
+    cp: list[int] | None = None
     imbalance: float = 1.0
     dispatch: str = "expert"
     sequence_parallel: bool | None = None
@@ -62,7 +66,7 @@ class PlanTask:
     ) -> PlanTask:
         """Check the arguments; those of several values may be single ones."""
         require_positive_integers(**{name: values[name] for name in ("gpus", "batch", "gpus_per_node")})
-        for name in ("pp", "tp", "ep", "microbatch_sizes"):
+        for name in ("pp", "tp", "ep", "cp", "microbatch_sizes"):
             values[name] = _parse_integers(name, values.get(name))
         for name in ("ac", "schedules"):
             values[name] = _parse_names(name, values[name])
@@ -96,6 +100,7 @@ class PlanTask:
                 self.microbatch_sizes or list(DEFAULT_MICROBATCH_SIZES),
                 self.ac or list(DEFAULT_MODES),
                 self.ep or _default_ep_sizes(self.model, self.gpus, self.lora),
+                self.cp or _default_cp_sizes(self.model, self.gpus, self.sequence),
             )
             costs = self._estimate(self.model, space)
             memory = find_gpu(self.gpu).memory if self.memory is None else self.memory
@@ -109,6 +114,7 @@ class PlanTask:
             ac=[*space.ac, *({"none"} - set(space.ac))],  # "none": the others recompute the rest
             lora=self.lora, ep=space.ep if 1 in space.tp else 1, imbalance=self.imbalance,
             dispatch=self.dispatch, sample=None if self.sample is None else min(self.sample, self.sequence),
+            cp=space.cp,
         )  # fmt: skip
 
     def _parallel_values(self, space: SearchSpace) -> bool | tuple[bool, ...]:
@@ -123,6 +129,8 @@ class PlanTask:
             costs.setting(tp=tp)
         for ep in self.ep or ():
             costs.setting(ep=ep)
+        for cp in self.cp or ():
+            costs.setting(cp=cp)
         for size in self.microbatch_sizes or ():
             costs.setting(microbatch_size=size)
         for mode in self.ac or ():
@@ -132,6 +140,7 @@ class PlanTask:
             self.microbatch_sizes or sorted({setting.microbatch_size for setting in costs.settings}),
             self.ac or list(dict.fromkeys(setting.ac for setting in costs.settings)),
             self.ep or sorted({setting.ep for setting in costs.settings}),
+            self.cp or sorted({setting.cp for setting in costs.settings}),
         )
 
 
@@ -152,6 +161,13 @@ def _default_ep_sizes(model: Model, gpus: int, lora: int | None) -> list[int]:
     """1, and the powers of two that divide the experts and the GPUs."""
     powers = [2**n for n in range(1, gpus.bit_length())] if lora is None else []
     return [1, *(n for n in powers if gpus % n == 0 and model.allows_ep(n))]
+
+
+def _default_cp_sizes(model: Model, gpus: int, sequence: int) -> list[int]:
+    """1, and for long sequences the powers of two that divide the GPUs and leave each of them MIN_PART tokens."""
+    longest = sequence // MIN_PART if sequence >= LONG_SEQUENCE else 1
+    powers = [2**n for n in range(1, longest.bit_length())]
+    return [1, *(n for n in powers if gpus % n == 0 and model.allows_cp(n))]
 
 
 def _usable_memory(costs: LayerCosts, memory: float | None, reserve: float) -> float:

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from zeropipe.estimating.estimate import can_estimate_adapters
 from zeropipe.planning.rows import Run
-from zeropipe.planning.task import PlanTask
+from zeropipe.planning.task import LONG_SEQUENCE, PlanTask
 from zeropipe.sim.layer_costs import LayerCosts
 
-LONG_SEQUENCE = 32_768  # tokens, from which context parallelism is common
 READ_ON = "docs/plan.md#not-tried"
 
 
@@ -37,7 +36,7 @@ def list_untried(task: PlanTask, costs: LayerCosts, runs: Sequence[Run], searche
 def _list_parallelism(costs: LayerCosts, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     if any("experts" in kind for kind in costs.layers) and not any(run.layout.ep > 1 for run in runs):
         yield "expert parallelism", "mesh.ep in the training file: docs/experts.md"
-    if costs.sequence >= LONG_SEQUENCE:
+    if costs.sequence >= LONG_SEQUENCE and not any(run.layout.cp > 1 for run in runs):
         yield "context parallelism", "mesh.cp in the training file: docs/long-sequences.md"
     if any(run.layout.dp_shard > 1 for run in runs):
         yield "replicas", "mesh.dp_replicate in the training file; plans shard weights over data-parallel GPUs"

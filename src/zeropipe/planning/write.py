@@ -71,6 +71,8 @@ def format_run(
         "data": {"sequence": layer_costs.sequence, "batch": plan.batch, "microbatch": candidate.microbatch_size},
         "train": {"steps": STEPS},
     }
+    if candidate.layout.cp > 1:
+        tables["mesh"]["cp"] = candidate.layout.cp
     if candidate.layout.ep > 1:
         tables["mesh"]["ep"] = candidate.layout.ep
         if layer_costs.dispatch != "expert":

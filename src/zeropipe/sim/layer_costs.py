@@ -34,8 +34,8 @@ class LayerCost:
     those of F on this GPU without recomputation; of work that every GPU of `tp` repeats, its part. `trained` are the
     parameters that are not frozen, by default all; `frozen_flops` the FLOPs of F with frozen weights, which have no W.
     Of divided experts, `experts` are the parameters that this GPU has, and `phases` the phases of the layer. Dispatch
-    and combine are bytes there, and not in f and i: `with_exchanges` makes them seconds. `spread` has relative errors
-    of measured times, by name.
+    and combine are bytes there, and not in f and i: `with_exchanges` makes them seconds. So are `f_exchange` and
+    `i_exchange`, what attention gets over `cp`. `spread` has relative errors of measured times, by name.
     """
 
     f: float
@@ -53,6 +53,8 @@ class LayerCost:
     frozen_flops: float = 0.0
     phases: LayerPhases | None = None
     experts: int = 0
+    f_exchange: float = 0.0
+    i_exchange: float = 0.0
     spread: Mapping[str, float] = field(default_factory=lambda: NO_SPREAD)
 
     @property
@@ -72,23 +74,36 @@ class LayerCost:
     def held(self) -> Held:
         return Held(self.num_trained - self.experts, self.num_frozen, self.experts)
 
-    def with_exchanges(self, bandwidth: float) -> LayerCost:
-        """The layer with seconds of its exchanges."""
-        if self.phases is None:
-            return self
-        phases = exchange_times(self.phases, bandwidth)
-        f, i = (sum(getattr(phases, name).of(kind) for name in EXCHANGES) for kind in (Kind.F, Kind.I))
-        return replace(self, phases=phases, f=self.f + f, i=self.i + i)
+    def with_exchanges(self, bandwidths: Bandwidths) -> LayerCost:
+        """The layer with seconds of its exchanges; those of attention are part of the phase `attention`."""
+        parts = PhaseTimes(self.f_exchange / bandwidths.parts, self.i_exchange / bandwidths.parts)
+        f, i, phases = self.f + parts.f, self.i + parts.i, self.phases
+        if phases is not None:
+            phases = exchange_times(phases, bandwidths.experts)
+            f, i = (
+                time + sum(getattr(phases, name).of(kind) for name in EXCHANGES)
+                for time, kind in ((f, Kind.F), (i, Kind.I))
+            )
+            own = phases.attention
+            phases = phases._replace(attention=own._replace(f=own.f + parts.f, i=own.i + parts.i))
+        return replace(self, phases=phases, f=f, i=i, f_exchange=parts.f, i_exchange=parts.i)
 
     @property
     def exchanging(self) -> float:
-        """The time of the exchanges of an F and a B, if they are priced."""
+        """The time of the exchanges of experts' rows of an F and a B, if they are priced."""
         return 0.0 if self.phases is None else sum(sum(getattr(self.phases, name)) for name in EXCHANGES)
 
     @property
     def overlapped(self) -> float:
         """The time of an F and a B as one step."""
         return self.f + self.full_backward if self.overlap is None else self.overlap
+
+
+class Bandwidths(NamedTuple):
+    """Bytes per second of exchanges: of experts' rows over `ep`, and of attention over `cp`."""
+
+    experts: float = inf
+    parts: float = inf
 
 
 @dataclass(frozen=True)
@@ -102,17 +117,19 @@ class Setting:
     compile: bool = False
     sequence_parallel: bool = False
     ep: int = 1
-    exchange_bandwidth: float | None = None  # of priced exchanges
+    cp: int = 1
+    bandwidths: Bandwidths | None = None  # of priced exchanges
 
-    def with_exchanges(self, bandwidth: float) -> Setting:
+    def with_exchanges(self, bandwidths: Bandwidths) -> Setting:
         """The setting with seconds of its exchanges."""
-        kinds = {name: kind.with_exchanges(bandwidth) for name, kind in self.kinds.items()}
-        return replace(self, kinds=kinds, exchange_bandwidth=bandwidth)
+        kinds = {name: kind.with_exchanges(bandwidths) for name, kind in self.kinds.items()}
+        return replace(self, kinds=kinds, bandwidths=bandwidths)
 
     def __str__(self) -> str:
         parts = {
             f"ac {self.ac}": True, f"microbatches of {self.microbatch_size}": True, f"tp {self.tp}": self.tp > 1,
-            f"ep {self.ep}": self.ep > 1, "sequence parallelism": self.sequence_parallel, "compiled": self.compile,
+            f"cp {self.cp}": self.cp > 1, f"ep {self.ep}": self.ep > 1,
+            "sequence parallelism": self.sequence_parallel, "compiled": self.compile,
         }  # fmt: skip
         return ", ".join(part for part, is_there in parts.items() if is_there)
 
@@ -276,6 +293,7 @@ class LayerCosts:
     def setting(
         self, *, ac: str | None = None, microbatch_size: int | None = None, tp: int | None = None,
         compile: bool | None = None, sequence_parallel: bool | None = None, ep: int | None = None,
+        cp: int | None = None,
     ) -> Setting:  # fmt: skip
         """The first setting with these properties; ConfigError if there is none.
 
@@ -283,7 +301,7 @@ class LayerCosts:
         """
         wanted = {
             "ac": ac, "microbatch_size": microbatch_size, "tp": tp, "compile": compile,
-            "sequence_parallel": sequence_parallel, "ep": ep,
+            "sequence_parallel": sequence_parallel, "ep": ep, "cp": cp,
         }  # fmt: skip
         if ac is not None and Checkpointing.parse(ac).every > 1:
             wanted["ac"] = "none"
@@ -299,11 +317,11 @@ class LayerCosts:
         mode = Checkpointing.parse(ac or setting.ac)
         if mode.every == 1:
             return [setting.kinds[kind] for kind in self.layers]
-        names = ("microbatch_size", "tp", "compile", "sequence_parallel", "ep")
+        names = ("microbatch_size", "tp", "compile", "sequence_parallel", "ep", "cp")
         same = {name: getattr(setting, name) for name in names}
         found = {name: self.setting(ac=name, **same) for name in ("none", "full")}
-        if setting.exchange_bandwidth is not None:
-            found = {name: one.with_exchanges(setting.exchange_bandwidth) for name, one in found.items()}
+        if setting.bandwidths is not None:
+            found = {name: one.with_exchanges(setting.bandwidths) for name, one in found.items()}
         by_mode = {name: one.kinds for name, one in found.items()}
         return [by_mode[mode.of_layer(layer)][kind] for layer, kind in enumerate(self.layers)]
 
@@ -398,16 +416,25 @@ class LayerCosts:
         )
 
     def price_exchanges(self, setting: Setting, gpus_per_node: int = 8) -> Setting:
-        """The setting with seconds of the exchanges of divided experts, whose processes are neighbours.
+        """The setting with seconds of the exchanges of divided experts, and of attention over `cp`.
 
-        Rows for the same machine and for others travel at the same time.
+        The GPUs of `tp` are neighbours, then those of `cp`, then those of `ep`.
         """
-        if setting.ep == 1 or setting.exchange_bandwidth is not None:
+        if setting.ep == setting.cp == 1 or setting.bandwidths is not None:
             return setting
-        inside = gcd(setting.ep, gpus_per_node)
-        links = ((inside - 1, self.link.bandwidth), (setting.ep - inside, self.inter_node.bandwidth))
-        seconds = max(part / setting.ep / bandwidth if bandwidth else 0.0 for part, bandwidth in links)
-        return setting.with_exchanges(1 / seconds if seconds else inf)
+        parts = self._exchange_bandwidth(setting.cp, gpus_per_node // setting.tp)
+        experts = self._exchange_bandwidth(setting.ep, gpus_per_node // (setting.tp * setting.cp))
+        return setting.with_exchanges(Bandwidths(experts, parts))
+
+    def _exchange_bandwidth(self, size: int, num_inside: int) -> float:
+        """Bytes per second of an exchange between `size` GPUs, of which `num_inside` neighbours share a machine.
+
+        What stays in the machine and what leaves it travel at the same time.
+        """
+        inside = gcd(size, max(1, num_inside))
+        links = ((inside - 1, self.link.bandwidth), (size - inside, self.inter_node.bandwidth))
+        seconds = max(part / size / bandwidth if bandwidth else 0.0 for part, bandwidth in links)
+        return 1 / seconds if seconds else inf
 
     def _phases(self, counts: Sequence[int], stages: list[list[LayerCost]]) -> list[list[LayerPhases]]:
         """The phases of the decoder layers of each stage; one without divided experts is all attention."""

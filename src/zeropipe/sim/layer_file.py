@@ -27,6 +27,7 @@ _MIN_COUNTS = {
     "lora_rank": 1,
     "sample": 1,
     "ep": 1,
+    "cp": 1,
     "experts": 0,
 }
 _MAX_COUNT = 10**18
@@ -50,15 +51,17 @@ def to_layer_data(costs: LayerCosts) -> dict[str, Any]:
             for name in ("b", "overlap", "trained", "spread"):
                 if kind[name] is None or kind[name] == {}:
                     del kind[name]
-            if not kind["experts"]:
-                del kind["experts"]
+            for name in ("experts", "f_exchange", "i_exchange"):
+                if not kind[name]:
+                    del kind[name]
             if kind["phases"] is None:
                 del kind["phases"]
             else:
                 kind["phases"] = layer_to_data(LayerPhases(*map(PhaseTimes._make, kind["phases"])), 1)
-        del setting["exchange_bandwidth"]
-        if setting["ep"] == 1:
-            del setting["ep"]
+        del setting["bandwidths"]
+        for name in ("ep", "cp"):
+            if setting[name] == 1:
+                del setting[name]
     for name in ("lora_rank", "sample"):
         if data[name] is None:
             del data[name]

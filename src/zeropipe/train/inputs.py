@@ -136,6 +136,7 @@ def choose_layers(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
             ac=config.engine.ac, microbatch_size=config.data.microbatch, tp=config.mesh.tp,
             compile=config.engine.compile, sequence_parallel=config.mesh.sequence_parallel,
             ep=config.mesh.ep if any(setting.ep == config.mesh.ep for setting in costs.settings) else 1,
+            cp=config.mesh.cp,
         )  # fmt: skip
         return balance(costs, schedule, setting=setting, ac=config.engine.ac, shards=config.mesh.dp_shard).counts
     return layer_counts(num_layers, schedule.num_stages, table.first_less, table.last_less)
@@ -198,7 +199,7 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
             open_shapes(config), gpu=source, sequence=config.data.sequence, dtype=dtype, ac=config.engine.ac,
             microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile,
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
-            dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config),
+            dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config), cp=config.mesh.cp,
         )  # fmt: skip
     costs = load_costs(source)
     if not isinstance(costs, LayerCosts):

@@ -159,7 +159,7 @@ def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | Non
             open_shapes(config), sequence=config.data.sequence, ac=config.engine.ac, tp=config.mesh.tp,
             microbatch_size=config.data.microbatch, compile=config.engine.compile,
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
-            dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config),
+            dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config), cp=config.mesh.cp,
         )  # fmt: skip
     except ConfigError as error:
         notes.append(f"parameters are not known: {error}")

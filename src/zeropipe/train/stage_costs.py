@@ -59,14 +59,15 @@ class RunCosts:
 
 def explain_exchanges(config: RunConfig) -> str:
     """Why a run with divided sequences or experts has no prediction; empty if it may have one."""
-    if config.mesh.cp > 1:
-        return f"no prediction with mesh.cp={config.mesh.cp}: costs do not have the exchanges of attention"
-    ep, tp, source = config.mesh.ep, config.mesh.tp, config.schedule.costs
+    ep, cp, tp, source = config.mesh.ep, config.mesh.cp, config.mesh.tp, config.schedule.costs
+    is_estimated = source is None or not has_suffix(source, *COSTS_SUFFIXES)
+    if cp > 1 and is_estimated and not open_shapes(config).allows_cp(cp):
+        return f"no prediction with mesh.cp={cp}: it is estimated for text models of types in docs/plan.md"
     if ep == 1:
         return ""
     if tp > 1:
         return f"no prediction with mesh.ep={ep} and mesh.tp={tp}: costs are for one of them"
-    if (source is None or not has_suffix(source, *COSTS_SUFFIXES)) and not open_shapes(config).allows_ep(ep):
+    if is_estimated and not open_shapes(config).allows_ep(ep):
         return f"no prediction with mesh.ep={ep}: it is estimated for mixtures of experts of types in docs/plan.md"
     return ""
 
@@ -83,8 +84,8 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
         config.lora is not None, config.mesh.sequence_parallel,
     )  # fmt: skip
     try:
-        costs.setting(ep=config.mesh.ep)
-        find_run_setting(_only_ep(costs, config.mesh.ep), origin)
+        costs.setting(ep=config.mesh.ep, cp=config.mesh.cp)
+        find_run_setting(_only_sizes(costs, config), origin)
     except ConfigError as error:
         return f"no prediction: {error}"
     table = config.lora
@@ -94,16 +95,19 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     return f"no prediction: {reason}" if reason else ""
 
 
-def _only_ep(costs: LayerCosts, ep: int) -> LayerCosts:
-    """The costs with the settings of one size of `ep`."""
-    return replace(costs, settings=tuple(setting for setting in costs.settings if setting.ep == ep))
+def _only_sizes(costs: LayerCosts, config: RunConfig) -> LayerCosts:
+    """The costs with the settings of the run's sizes of `ep` and `cp`."""
+    sizes = (config.mesh.ep, config.mesh.cp)
+    return replace(costs, settings=tuple(one for one in costs.settings if (one.ep, one.cp) == sizes))
 
 
 def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candidate:
     """The run as a candidate of the planner."""
     mesh = config.mesh
     return Candidate(
-        Layout(problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate, mesh.sequence_parallel, mesh.ep), name,
+        Layout(
+            problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate, mesh.sequence_parallel, mesh.ep, mesh.cp
+        ), name,
         problem.stages_per_rank, problem.num_microbatches, config.data.microbatch, config.engine.ac, "",
         config.engine.shards, turns=config.engine.overlap == "turns",
     )  # fmt: skip

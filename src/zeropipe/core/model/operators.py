@@ -15,7 +15,8 @@ class Op:
 
     Pairs are (eager, compiled). `kept` are bytes kept from F to I without checkpointing; `kept_op` with `selective:op`.
     `moved` are bytes that F reads and writes. `stash` are bytes kept from I to W, of which `gradient` is the gradient
-    of its output. `summed` are bytes that F sums over `tp`. `routed`: of the rows that this GPU has for its experts.
+    of its output. `summed` are bytes that F sums over `tp`, `exchanged` those that it gets over `cp`. `routed`: of the
+    rows that this GPU has for its experts.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Op:
     added: float = 0.0  # bytes that W moves after its product: for experts it is added to the gradient separately
     gradient: float = 0.0
     summed: float = 0.0
+    exchanged: float = 0.0
     kernels: tuple[int, int] = (0, 0)  # that F launches, if they are counted
     routed: bool = False
     divided: int = 0  # parameters of experts, which ep divides
