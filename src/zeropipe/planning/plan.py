@@ -76,12 +76,12 @@ def plan(
     in bytes, of which `reserve` is not used. With `lora` the model is frozen and adapters of that rank are trained.
     `sequence_parallel` is for layouts with a `tp` above 1. `ep` divides experts inside a machine and over all of
     `dp_shard`; `imbalance` is the load of the GPU with most of their rows over the mean, `dispatch` as in
-    `zp.estimate`. `cp` divides every sequence over so many GPUs. The default is to try all pipeline, expert-parallel and
-    tensor-parallel sizes, without and with sequence parallelism where the model allows it, microbatches of 1, 2 and 4
-    sequences, ac `none`, `selective:op` and `full` (or the settings of LayerCosts), and all built-in schedules; from
-    32,768 tokens also each power of two for `cp` that leaves a GPU 8,192 tokens of a sequence. Then `zp.search` runs for the best rows, for
-    `search_seconds` in all or with `search_steps` each. At most `max_candidates` are simulated, those with the least
-    work. `progress` gets a description and the completed fraction.
+    `zp.estimate`. `cp` divides every sequence over so many GPUs. The default is to try all pipeline, expert-parallel
+    and tensor-parallel sizes, without and with sequence parallelism where the model allows it, microbatches of 1, 2 and
+    4 sequences, ac `none`, `selective:op` and `full` (or the settings of LayerCosts), and all built-in schedules; from
+    32,768 tokens also each power of two for `cp` that leaves a GPU 8,192 tokens of a sequence. Then `zp.search` runs
+    for the best rows, for `search_seconds` in all or with `search_steps` each. At most `max_candidates` are simulated,
+    those with the least work. `progress` gets a description and the completed fraction.
     """
     begin, report = monotonic(), progress or (lambda text, fraction: None)
     require_callbacks(progress, workers)

@@ -84,7 +84,8 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
         config.lora is not None, config.mesh.sequence_parallel,
     )  # fmt: skip
     try:
-        costs.setting(ep=config.mesh.ep, cp=config.mesh.cp)
+        costs.setting(ep=config.mesh.ep)
+        costs.setting(cp=config.mesh.cp)
         find_run_setting(_only_sizes(costs, config), origin)
     except ConfigError as error:
         return f"no prediction: {error}"
