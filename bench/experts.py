@@ -10,10 +10,12 @@ off        no link: rows are copied on the GPU instead, so gradients are wrong
 apart      F and B of an Overlap one after the other
 streams    overlap="streams": on two streams
 turns      overlap="turns", but without weight gradients in waits
-turns, W   overlap="turns"
+turns, W   the same with weight gradients in the next wait, never a later one
+overlap    overlap="turns"
 
-The link adds apart - off. A way hides (apart - way) / min(apart - off, off): 100% is all that can be hidden, also what
-is not in Overlaps. Gradients are compared with those of `apart`.
+The link adds apart - off. A way hides (apart - way) / what can be hidden: that is what all Overlaps save if the phases
+of their layers, as measured in `overlap`, are walked in the best of all orders with two lanes (zeropipe.core.overlap).
+Gradients are compared with those of `apart`.
 """
 
 from __future__ import annotations
@@ -38,25 +40,26 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 import zeropipe as zp
-from zeropipe.core.action import Overlap, actions_of
+from zeropipe.core.action import Kind, Overlap, actions_of
+from zeropipe.core.overlap import find_best_order, walk_pair
+from zeropipe.core.phases import LayerPhases, PhaseTimes
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, hf_model, hf_stages, parallelize
-from zeropipe.engine.backward import splitters
+from zeropipe.engine.backward import splitters, turn_times
 from zeropipe.engine.run.launch import LocalRanks, launch
 from zeropipe.engine.torch_private import comm as torch_comm
 
-WAYS = ("off", "apart", "streams", "turns", "turns, W")
-WARM_UP, STEPS = 1, 3
-MICROBATCHES = 8
+WAYS = ("off", "apart", "streams", "turns", "turns, W", "overlap")
+WARM_UP, STEPS = 3, 3  # an engine measures its second step
+MICROBATCHES = 16
 
 
 def config_of(args: argparse.Namespace, **changes: Any) -> Any:
     from transformers import Qwen3MoeConfig
 
-    heads = max(2, args.width // 128)
     sizes: dict[str, Any] = {
         "hidden_size": args.width, "moe_intermediate_size": args.expert_width, "num_hidden_layers": args.layers,
-        "num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": heads, "num_key_value_heads": 2,
+        "num_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": args.heads, "num_key_value_heads": 2,
         "head_dim": 64, "vocab_size": 4096, "mlp_only_layers": [],
     }  # fmt: skip
     return Qwen3MoeConfig(**sizes | changes)
@@ -99,11 +102,45 @@ def as_in(way: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch_comm, "finish", lambda pending: pending))
         if way == "turns":
             stack.enter_context(mock.patch.object(splitters, "accumulate_at_turns", splitters.accumulate_directly))
+        if way == "turns, W":
+            stack.enter_context(mock.patch.object(turn_times, "share_to_delay", return_value=0.0))
         yield
 
 
-def measure_ways(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
-    """For each way: seconds of a step, the norm of the gradient, its largest difference from `apart`."""
+@contextmanager
+def keep_times(found: dict[Any, float]) -> Iterator[None]:
+    """Keep the times that an engine measures between messages."""
+    decide = turn_times.share_to_delay
+
+    def keep(seconds: dict[Any, float]) -> float:
+        found.update(seconds)
+        return decide(seconds)
+
+    with mock.patch.object(turn_times, "share_to_delay", keep):
+        yield
+
+
+def walk(seconds: dict[Any, float], link: float, num_layers: int) -> tuple[float, str]:
+    """What an Overlap of two stages saves in the best order, and its phases in words. `link`: seconds of a message."""
+    forward, dispatch, combine = turn_times.FORWARD, turn_times.DISPATCH, turn_times.COMBINE
+    attention = (forward, combine), (turn_times.BACKWARD, dispatch), ("W", combine)
+    experts = (forward, dispatch), (turn_times.BACKWARD, combine), ("W", dispatch)
+    sent = PhaseTimes(link, link)
+    layer = LayerPhases(
+        PhaseTimes(*(seconds.get(name, 0.0) for name in attention)), sent,
+        PhaseTimes(*(seconds.get(name, 0.0) for name in experts)), sent,
+    )  # fmt: skip
+    pair = walk_pair(layer, layer, order=find_best_order(layer, layer))[-1].end
+    times = ", ".join(f"{1e3 * time:.1f}" for phase in (layer.attention, layer.experts) for time in phase)
+    text = f"ms of a layer: attention F, I, W, experts F, I, W {times}; a message {1e3 * link:.1f}"
+    return num_layers * (layer.total(Kind.F) + layer.total(Kind.B) - pair), text
+
+
+def measure_ways(args: argparse.Namespace) -> tuple[dict[str, tuple[float, float, float]], dict[Any, float]]:
+    """For each way: seconds of a step, the norm of the gradient, its largest difference from `apart`.
+
+    And the seconds that all Overlaps of a step compute between messages.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
     if args.device == "cuda":
         os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
@@ -116,12 +153,15 @@ def measure_ways(args: argparse.Namespace) -> dict[str, tuple[float, float, floa
     data = data_of(rank, args.tokens, MICROBATCHES, args.device)
     found: dict[str, tuple[float, float, float]] = {}
     first: list[Tensor] = []
+    between: dict[Any, float] = {}
     for way in WAYS:
         used = without_overlaps(schedule) if way in ("off", "apart") else schedule
-        overlap = "turns" if way.startswith("turns") else "streams"
-        with as_in(way), Engine(used, stages, mesh=mesh, overlap=overlap, direct_gradients=True) as engine:
+        in_turns = way not in ("off", "apart", "streams")
+        warm_up = WARM_UP if in_turns else 1
+        options: dict[str, Any] = {"overlap": "turns" if in_turns else "streams", "direct_gradients": True}
+        with keep_times(between), as_in(way), Engine(used, stages, mesh=mesh, **options) as engine:
             times = []
-            for _ in range(WARM_UP + STEPS):
+            for _ in range(warm_up + STEPS):
                 for parameter in engine.parameters():
                     parameter.grad = None
                 synchronize(args.device)
@@ -134,29 +174,32 @@ def measure_ways(args: argparse.Namespace) -> dict[str, tuple[float, float, floa
             gradients = [parameter.grad for parameter in engine.parameters() if parameter.grad is not None]
             first = [gradient.clone() for gradient in gradients] if way == "apart" else first
             difference = max((float((a - b).norm() / b.norm()) for a, b in zip(gradients, first)), default=0.0)
-            found[way] = statistics.median(times[WARM_UP:]), norm, difference
-    return found
+            found[way] = statistics.median(times[warm_up:]), norm, difference
+    return found, between
 
 
 def show_ways(args: argparse.Namespace) -> None:
     """The table for one number of ranks."""
     backend = "nccl" if args.device == "cuda" else "gloo"
     row = zp.build("dualpipev", ranks=1, microbatches=MICROBATCHES).rows[0]
-    overlapped = sum(isinstance(step, Overlap) for step in row) / (2 * MICROBATCHES)
+    overlaps = sum(isinstance(step, Overlap) for step in row)
     with LocalRanks(args.ranks, backend=backend) as ranks:
         results = ranks.run(measure_ways, args, timeout=140)
-    worst = {way: tuple(max(result[way][i] for result in results) for i in range(3)) for way in WAYS}
+    worst = {way: tuple(max(result[way][i] for result, _ in results) for i in range(3)) for way in WAYS}
     off, apart = worst["off"][0], worst["apart"][0]
-    link = apart - off
+    link, pairs = apart - off, overlaps * args.layers // 2
+    between = {name: statistics.median(times[name] for _, times in results) / pairs for name in results[0][1]}
+    saved, phases = walk(between, link / (4 * MICROBATCHES * args.layers), args.layers // 2)
+    can_hide = overlaps * saved
     print(
         f"\n{args.ranks} ranks, ep={args.ranks}, {args.layers} layers, width {args.width}, 4 experts of "
-        f"{args.expert_width}, top 2, a row for each {args.dispatch}, {MICROBATCHES} microbatches of "
-        f"{args.tokens} tokens; {overlapped:.0%} of F and B in Overlaps\n"
-        f"the link adds {1e3 * link:,.0f} ms to {1e3 * off:,.0f} ms"
+        f"{args.expert_width}, top 2, {args.heads} heads of 64, a row for each {args.dispatch}, {MICROBATCHES} "
+        f"microbatches of {args.tokens} tokens; {overlaps / (2 * MICROBATCHES):.0%} of F and B in Overlaps\n{phases}\n"
+        f"the link adds {1e3 * link:,.0f} ms to {1e3 * off:,.0f} ms; {1e3 * can_hide:,.0f} ms can be hidden"
     )
     print(f"{'':10} {'ms':>8} {'hidden':>8} {'gradient':>10} {'difference':>12}")
     for way, (seconds, norm, difference) in worst.items():
-        hidden = f"{(apart - seconds) / min(link, off):8.0%}" if way != "off" else f"{'':8}"
+        hidden = f"{(apart - seconds) / can_hide:8.0%}" if way != "off" else f"{'':8}"
         compared = f"{norm:10.5f} {difference:12.1e}" if way != "off" else ""
         print(f"{way:10} {1e3 * seconds:8,.0f} {hidden} {compared}", flush=True)
 
@@ -241,7 +284,8 @@ def main() -> None:
     parser.add_argument("--dispatch", choices=["expert", "process"], default="expert")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--expert-width", type=int, default=32768)
+    parser.add_argument("--expert-width", type=int, help="default: 32768 with 32 heads, then 16384 with 256")
+    parser.add_argument("--heads", type=int, help="of 64")
     parser.add_argument("--tokens", type=int, default=2048, help="of a microbatch, with two ranks; with four a half")
     args = parser.parse_args()
     if args.part == "plain":
@@ -250,17 +294,22 @@ def main() -> None:
     if args.part == "overlaps":
         show_ways(args)
         return
-    names = ("device", "dispatch", "layers", "width", "expert_width")
-    own = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    names = ("device", "dispatch", "layers", "width")
+    own = [word for name in names for word in (f"--{name}", str(getattr(args, name)))]
+    shapes = [(32768, 32), (16384, 256)]  # mostly experts; attention and experts alike
+    if args.expert_width or args.heads:
+        shapes = [(args.expert_width or 32768, args.heads or 32)]
     print(f"torch {torch.__version__}, {args.device}", flush=True)
     if args.ranks is None:
-        run_part("plain", [*own, "--tokens", str(args.tokens)], {})
+        run_part("plain", [*own, "--heads", "32", "--tokens", str(args.tokens)], {})
     with ExitStack() as stack:
         clients = stack.enter_context(mps_server()) if args.device == "cuda" else {}
         for ranks in (args.ranks,) if args.ranks else (2, 4):
             sizes = ["--ranks", str(ranks), "--tokens", str(args.tokens * 2 // ranks)]
             share = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // ranks), "TORCH_NCCL_HIGH_PRIORITY": "1"}
-            run_part("overlaps", [*own, *sizes], clients | share)
+            for width, heads in shapes:
+                shape = ["--expert-width", str(width), "--heads", str(heads)]
+                run_part("overlaps", [*own, *sizes, *shape], clients | share)
 
 
 if __name__ == "__main__":

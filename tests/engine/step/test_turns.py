@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from zeropipe.engine.backward import turns
 from zeropipe.engine.backward.splitters import BackwardPass, StoreSplitter
+from zeropipe.engine.backward.turn_times import BACKWARD, COMBINE, DISPATCH, FORWARD, TurnTimes, share_to_delay
 from zeropipe.engine.comm.threads import HelperThread
 from zeropipe.engine.step.overlaps import take_turns
 
@@ -50,7 +52,7 @@ def talk(log, name, number):
 )  # fmt: skip
 def test_one_computes_at_a_time_and_the_backward_is_first(helper, f, b, words):
     log = []
-    call = take_turns(talk(log, "f", f), talk(log, "b", b), nn.Identity(), helper, CPU)
+    call = take_turns(talk(log, "f", f), talk(log, "b", b), nn.Identity(), helper, CPU, TurnTimes(CPU))
     for _ in range(3):
         log.clear()
         call()
@@ -66,7 +68,7 @@ def test_the_forward_is_on_the_main_thread(helper):
         threads.append(threading.current_thread())
         turns.turn()
 
-    take_turns(run, run, nn.Identity(), helper, CPU)()
+    take_turns(run, run, nn.Identity(), helper, CPU, TurnTimes(CPU))()
     assert threads == [helper.threads[0], threading.main_thread()]
 
 
@@ -90,13 +92,13 @@ def test_an_error_ends_both(helper, culprit, when):
 
     sides = (fail, other) if culprit == "forward" else (other, fail)
     with pytest.raises(ValueError, match="no way on"):
-        take_turns(*sides, nn.Identity(), helper, CPU)()
+        take_turns(*sides, nn.Identity(), helper, CPU, TurnTimes(CPU))()
     assert "o!" not in log
     assert turns.running() is None
     if log:
         assert ended == [True]
     log.clear()
-    take_turns(talk(log, "f", 1), talk(log, "b", 1), nn.Identity(), helper, CPU)()
+    take_turns(talk(log, "f", 1), talk(log, "b", 1), nn.Identity(), helper, CPU, TurnTimes(CPU))()
     assert log == ["b0", "f0", "b!", "f!"]
 
 
@@ -109,7 +111,7 @@ def test_without_turns_nothing_comes_in_between(helper):
         turns.turn()
         log.append("end")
 
-    take_turns(talk(log, "f", 1), backward, nn.Identity(), helper, CPU)()
+    take_turns(talk(log, "f", 1), backward, nn.Identity(), helper, CPU, TurnTimes(CPU))()
     assert log == ["b0", "b1", "b!", "f0", "end", "f!"]
 
 
@@ -132,7 +134,7 @@ def test_each_has_its_own_random_numbers(helper):
     draw(expected[0])
     after = torch.rand(())
     torch.manual_seed(3)
-    take_turns(lambda: draw(found[0]), lambda: recompute(found[1]), nn.Identity(), helper, CPU)()
+    take_turns(lambda: draw(found[0]), lambda: recompute(found[1]), nn.Identity(), helper, CPU, TurnTimes(CPU))()
     assert found == expected
     assert torch.equal(torch.rand(()), after)
 
@@ -153,7 +155,7 @@ def test_what_a_running_forward_collects_is_its_own(helper):
         turns.turn()
         seen.append(module.running_state)
 
-    take_turns(forward, backward, module, helper, CPU)()
+    take_turns(forward, backward, module, helper, CPU, TurnTimes(CPU))()
     assert seen == [None, None, ["f"]]
 
 
@@ -194,7 +196,77 @@ def test_weight_gradients_are_computed_while_a_message_is_under_way(helper):
 
     run(plain).backward()
     splitter_pass = BackwardPass(0, 0, model, [run(layers)], None, [])
-    take_turns(forward, lambda: splitter.backward(splitter_pass), nn.Identity(), helper, CPU)()
+    take_turns(forward, lambda: splitter.backward(splitter_pass), nn.Identity(), helper, CPU, TurnTimes(CPU))()
     assert there == [[False, False, True], [False, True, True], [True, True, True]]
     for one, other in zip(plain, layers):
         assert torch.equal(one.weight.grad, other.weight.grad)
+
+
+def test_weight_gradients_that_are_delayed_run_at_the_next_message(helper):
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4))) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    splitter, x, seen = StoreSplitter(deferring=True), torch.randn(5, 4), []
+    splitter.prepare(0, model)
+    times = TurnTimes(CPU)
+    times.delayed = 0.5
+
+    class Message(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, name):
+            ctx.name = name
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            turns.turn(message=ctx.name)
+            seen.append([layer.weight.grad is not None for layer in model])
+            return dy, None
+
+    def run(layers):
+        y = Message.apply(x.clone().requires_grad_(), COMBINE)
+        y = Message.apply(layers[1](layers[0](y)), DISPATCH)
+        return layers[3](layers[2](y)).square().sum()
+
+    run(plain).backward()
+    seen.clear()
+    backward = BackwardPass(0, 0, model, [run(model)], None, [])
+    take_turns(lambda: None, lambda: splitter.backward(backward), nn.Identity(), helper, CPU, times)()
+    assert seen == [[False, False, False, True], [True] * 4]
+    for one, other in zip(plain, model):
+        assert torch.equal(one.weight.grad, other.weight.grad)
+
+
+@pytest.mark.parametrize(
+    "experts, weights, attention, share",
+    [(9.0, 9.0, 0.3, 1.0), (4.6, 3.54, 16.1, 0.02), (5.0, 5.0, 13.0, 0.47), (1.0, 1.0, 9.0, 0.0), (5.0, 0.0, 1.0, 0.0)],
+)
+def test_weight_gradients_of_experts_go_where_less_is_computed(experts, weights, attention, share):
+    forward, backward, own = attention * 0.3, attention * 0.5, attention * 0.2
+    seconds = {
+        (FORWARD, DISPATCH): experts, ("W", DISPATCH): weights, (FORWARD, COMBINE): forward,
+        (BACKWARD, DISPATCH): backward, ("W", COMBINE): own,
+    }  # fmt: skip
+    assert share_to_delay(seconds) == pytest.approx(share, abs=0.01)
+
+
+def test_computations_between_messages_are_measured_in_the_second_step(helper):
+    times = TurnTimes(CPU)
+
+    def side(seconds):
+        def run():
+            for message in (DISPATCH, COMBINE):
+                turns.turn(message=message)
+                turns.resume(message)
+                time.sleep(seconds)
+            turns.turn()
+
+        return run
+
+    for step in range(3):
+        times.begin_step()
+        assert (times.seconds != {}) == (step == 2)
+        take_turns(side(0.02), side(0.05), nn.Identity(), helper, CPU, times)()
+    assert set(times.seconds) == {(side, message) for side in (BACKWARD, FORWARD) for message in (DISPATCH, COMBINE)}
+    for message in (DISPATCH, COMBINE):
+        assert 0.02 <= times.seconds[FORWARD, message] < times.seconds[BACKWARD, message]

@@ -37,8 +37,9 @@ def _run_by_expert(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) 
     exchange = module.exchange
     order, offsets = sort_by_expert(index, module.num_experts)
     counts = _count_rows(module, offsets)
-    arriving, splits, _ = exchange.exchange_counts(torch.cat([counts.sum(1, keepdim=True), counts], 1))
-    rows = exchange.exchange_rows(hidden[order // index.shape[-1]], splits)
+    rows = hidden[order // index.shape[-1]]
+    arriving, splits, _ = exchange.exchange_counts(torch.cat([counts.sum(1, keepdim=True), counts], 1), rows)
+    rows = exchange.exchange_rows(rows, splits)
     by_expert = arriving[:, 1:]  # (process, expert)
     expert = torch.arange(by_expert.shape[1], device=rows.device).repeat(len(by_expert))
     expert = expert.repeat_interleave(by_expert.flatten(), output_size=len(rows))  # of each row
@@ -66,8 +67,8 @@ def _run_by_process(module: Any, hidden: Tensor, index: Tensor, weights: Tensor)
     number = torch.where(process[token] == target[:, None], index[token] % num_local + 1, 0)  # 0: another process's
     _, offsets = sort_by_expert(index, module.num_experts)
     counts = torch.cat([goes.sum(0, dtype=torch.int32)[:, None], _count_rows(module, offsets)], 1)
-    arriving, splits, total = exchange.exchange_counts(counts)
     sent = torch.cat([hidden[token], weights[token].to(dtype), number.to(dtype)], 1)
+    arriving, splits, total = exchange.exchange_counts(counts, sent)
     rows, row_weights, number = exchange.exchange_rows(sent, splits).split([width, num_choices, num_choices], 1)
     expert = (number.detach().long().flatten() - 1) % (num_local + 1)  # of each choice of a row; the last: not here
     choice = first_rows(expert.argsort(stable=True), total)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropipe.engine.backward.turns import turn
+from zeropipe.engine.backward import turns
+from zeropipe.engine.backward.turn_times import COMBINE, DISPATCH
 from zeropipe.engine.torch_private import comm as torch_comm
 
 
@@ -19,11 +21,12 @@ class Exchange(Protocol):
     size: int
     once_per_process: bool  # a token goes once to each process that has some of its experts, not once for each expert
 
-    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def exchange_counts(self, counts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The counts that each process has for this one; a row of `counts` is for one process.
 
-        The first column has numbers of rows, the others what experts have of them. Also returns, in CPU memory, the
-        numbers of rows that this process sends to each process and gets from each, and what its experts get in total.
+        `rows` are what `exchange_rows` sends next: they are computed by now. The first column has numbers of rows, the
+        others what experts have of them. Also returns, in CPU memory, the numbers of rows that this process sends to
+        each process and gets from each, and what its experts get in total.
         """
         ...
 
@@ -50,8 +53,8 @@ class ExpertGroup(NamedTuple):
         """The group of a mesh with one dimension."""
         return ExpertGroup(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), once_per_process)
 
-    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return exchange_counts(counts, self.name)
+    def exchange_counts(self, counts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return exchange_counts(counts, rows.detach(), self.name)
 
     def exchange_rows(self, x: Tensor, splits: Tensor, num_rows: int | None = None) -> Tensor:
         return _ExchangeRows.apply(x, splits, num_rows, self.name)
@@ -64,12 +67,14 @@ class ExpertGroup(NamedTuple):
 
 
 @torch.library.custom_op("zeropipe::exchange_counts", mutates_args=())
-def exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+def exchange_counts(counts: Tensor, rows: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
     """One row of counts to each process: see `Exchange.exchange_counts`."""
+    if counts.is_cuda:
+        _mark_computed(rows)
     even = [1] * len(counts)
     pending = torch_comm.start_exchange(counts, even, even, group)
     if not counts.is_cuda:
-        turn()
+        turns.turn()
     arriving = torch_comm.finish(pending)
     splits = torch.stack([counts[:, 0].long(), arriving[:, 0].long(), arriving[:, 1:].sum(1)])
     if counts.is_cuda:
@@ -77,14 +82,14 @@ def exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]
         host.copy_(splits, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        turn()  # the device has work of the other computation when the host waits
+        turns.turn()  # the device has work of the other computation when the host waits
         copied.synchronize()
         splits = host
     return arriving, splits[:2].clone(), splits[2].sum()
 
 
 @exchange_counts.register_fake
-def _(counts: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+def _(counts: Tensor, rows: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
     splits = torch.empty(2, len(counts), dtype=torch.int64, device="cpu")
     return torch.empty_like(counts), splits, torch.empty((), dtype=torch.int64, device="cpu")
 
@@ -96,14 +101,46 @@ def exchange(x: Tensor, splits: Tensor, num_rows: int | None, group: str, turn_f
     `turn_first`: the other computation also runs before it starts.
     """
     if turn_first:
-        turn(is_waiting=False)
+        turns.turn(is_waiting=False)
     sent, received = splits.tolist()
-    pending = torch_comm.start_exchange(x[: sum(sent)], sent, received, group)
-    turn()
+    message = DISPATCH if turn_first or num_rows is None else COMBINE
+    pending = _start(x[: sum(sent)], sent, received, group)
+    turns.turn(message=message)
     rows = torch_comm.finish(pending)
+    turns.resume(message)
     if num_rows is None or num_rows == len(rows):
         return rows
     return torch.cat([rows, rows.new_zeros(num_rows - len(rows), *rows.shape[1:])])
+
+
+def _mark_computed(rows: Tensor) -> None:
+    """Remember when these rows are computed, for their dispatch by one of two computations."""
+    if turns.running() is not None:
+        computed = torch.cuda.Event()
+        computed.record()
+        turns.set_computed(rows.data_ptr(), computed)
+
+
+def _start(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    """Start an exchange of rows.
+
+    What was launched since the rows were computed, while the host waited for counts, is of the other computation: the
+    exchange does not wait for it.
+    """
+    computed = turns.pop_computed(x.data_ptr()) if x.is_cuda else None
+    if computed is None:
+        return torch_comm.start_exchange(x, sent, received, group)
+    stream = _dispatch_stream(x.device)
+    stream.wait_event(computed)
+    with torch.cuda.stream(stream):
+        pending = torch_comm.start_exchange(x, sent, received, group)
+    pending.record_stream(torch.cuda.current_stream())  # its memory is of the other stream
+    return pending
+
+
+@cache
+def _dispatch_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 @exchange.register_fake

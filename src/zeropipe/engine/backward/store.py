@@ -70,17 +70,20 @@ def accumulate_at_turns() -> Iterator[None]:
     global _collecting
     products: list[Product] = []
 
-    def run_pending() -> None:
+    def run_pending(share: float) -> None:
+        """Run the first products, about `share` of the work of all."""
+        left = (1 - share) * sum(product.flops for product in products)
         with torch.no_grad():
             products.reverse()
-            while products:  # each is freed when the next one runs
-                _run(products.pop())
+            while products and (share == 1 or sum(product.flops for product in products) > left):
+                _run(products.pop())  # each is freed when the next one runs
+            products.reverse()
 
     _collecting = products
     try:
         with use_waits(run_pending):
             yield
-        run_pending()
+        run_pending(1.0)
     finally:
         _collecting = None
 

@@ -12,16 +12,39 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from zeropipe.engine.backward.turn_times import DISPATCH, TurnTimes
+
 _current: Turns | None = None  # not thread-local: on CUDA a backward runs on a thread of autograd
 
 
-def turn(*, is_waiting: bool = True) -> None:
+def turn(*, is_waiting: bool = True, message: str = "") -> None:
     """Let the other computation run until its next turn; nothing where there is no other one.
 
-    `is_waiting`: a message of this computation is under way, so that its pending work may run first.
+    `is_waiting`: a message of this computation is under way, so that its pending work may run first. `message` says
+    which one it is, if `resume` is called when it has arrived.
     """
     if _current is not None:
-        _current.turn(is_waiting)
+        _current.turn(is_waiting, message)
+
+
+def resume(message: str) -> None:
+    """The message that a turn waited for has arrived, and this computation goes on with it."""
+    if _current is not None:
+        _current.times.begin(_current.running, message)
+
+
+def set_computed(address: int, event: Any) -> None:
+    """The rows at this address, which the computation that runs sends next, are computed at this event."""
+    if _current is not None:
+        _current.computed[_current.running] = address, event
+
+
+def pop_computed(address: int) -> Any:
+    """The event of the rows at this address; None where there is none."""
+    if _current is None:
+        return None
+    (expected, event), _current.computed[_current.running] = _current.computed[_current.running], (0, None)
+    return event if expected == address else None
 
 
 @contextmanager
@@ -39,8 +62,11 @@ def without_turns() -> Iterator[None]:
 
 
 @contextmanager
-def use_waits(run_pending: Callable[[], None]) -> Iterator[None]:
-    """Call `run_pending` at every turn of the computation that runs inside which waits for a message."""
+def use_waits(run_pending: Callable[[float], None]) -> Iterator[None]:
+    """Call `run_pending` at every turn of the computation that runs inside which waits for a message.
+
+    Its argument is the share of the pending work to run then.
+    """
     turns = _current
     assert turns is not None
     turns.run_pending[turns.running] = run_pending
@@ -70,21 +96,25 @@ class Stopped(Exception):
 class Turns:
     """Who of two computations runs. Number 0 is the first one."""
 
-    def __init__(self, switched: Sequence[Switched] = ()) -> None:
+    def __init__(self, times: TurnTimes, switched: Sequence[Switched] = ()) -> None:
+        self.times = times
         self._locks = (threading.Lock(), threading.Lock())  # a computation acquires its own to run
         for lock in self._locks:
             lock.acquire()
         self._switched = switched
         self._is_alone = self._has_failed = False  # one of them has ended, or failed
         self.running = self.num_holds = 0
-        self.run_pending: list[Callable[[], None] | None] = [None, None]
+        self.run_pending: list[Callable[[float], None] | None] = [None, None]
+        self.computed: list[tuple[int, Any]] = [(0, None), (0, None)]  # address of rows, and the event after them
 
-    def turn(self, is_waiting: bool) -> None:
+    def turn(self, is_waiting: bool, message: str) -> None:
         """Let the other computation run until its next turn."""
         own = self.running
+        self.times.end(own)
         run_pending = self.run_pending[own]
         if is_waiting and run_pending is not None:
-            run_pending()
+            with self.times.measure_weights(message):
+                run_pending(1 - self.times.delayed if message == DISPATCH else 1.0)
         if self._is_alone or self.num_holds:
             return self._require_partner()
         state = self.get_state()

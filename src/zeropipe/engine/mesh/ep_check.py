@@ -114,7 +114,7 @@ class _SimulatedGroup:
     def __init__(self, simulated: SimulatedTP, rank: int, size: int, once_per_process: bool) -> None:
         self._simulated, self.rank, self.size, self.once_per_process = simulated, rank, size, once_per_process
 
-    def exchange_counts(self, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def exchange_counts(self, counts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         everyone = self._simulated.exchange(self.rank, counts)
         arriving = torch.stack([some[self.rank] for some in everyone])
         return arriving, torch.stack([counts[:, 0], arriving[:, 0]]), arriving[:, 1:].sum()

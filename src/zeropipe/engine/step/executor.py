@@ -16,6 +16,7 @@ from zeropipe.core.collectives import Collective, collectives, gathers_for_backw
 from zeropipe.core.schedule import Program, Schedule
 from zeropipe.engine.backward.gradients import FirstGradients
 from zeropipe.engine.backward.splitters import Splitter
+from zeropipe.engine.backward.turn_times import TurnTimes
 from zeropipe.engine.comm.channels import Channel, Receiver, Sender
 from zeropipe.engine.comm.messages import Message, ShapeCache, Spec
 from zeropipe.engine.comm.threads import HelperThread
@@ -107,6 +108,7 @@ class Executor:
         }
         self._movable = find_movable(row, stages) if context.options.dynamic_weights and train else {}
         self._idle_time = IdleTime(context.device)
+        self.turn_times = TurnTimes(context.device)
         self._early: dict[Action, Call] = {}  # what runs a W before its own position
         self._calls: list[Call] = []
         self._labels: list[str] = []
@@ -134,6 +136,7 @@ class Executor:
         """
         self._runner.begin(microbatches, kinds, finish, on_input, find_targets)
         self._order.begin()
+        self.turn_times.begin_step()
         self._current = 0
         for cell in self.cells.values():
             cell.clear()
@@ -244,7 +247,7 @@ class Executor:
         if context.options.overlap == "streams":
             return self._streams.run_together(calls, cells)
         forward, backward = calls
-        return take_turns(forward, backward, cells[0].module, context.helper, context.device)
+        return take_turns(forward, backward, cells[0].module, context.helper, context.device, self.turn_times)
 
     def _add_receive(self, action: Action) -> None:
         """The wait for the message of an action; with dynamic W, pending Ws run until it has arrived."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropipe.engine.backward.turn_times import TurnTimes
 from zeropipe.engine.backward.turns import Stopped, Switched, Turns, taking
 from zeropipe.engine.comm.threads import HelperThread
 from zeropipe.engine.step.cell_runner import Call
@@ -21,18 +22,25 @@ STOP_S = 1.0  # that a backward may take to end after its forward has failed
 FIRST, SECOND = 0, 1  # B, F
 
 
-def take_turns(forward: Call, backward: Call, module: nn.Module, helper: HelperThread, device: torch.device) -> Call:
+def take_turns(
+    forward: Call, backward: Call, module: nn.Module, helper: HelperThread, device: torch.device, times: TurnTimes
+) -> Call:
     """One call for the F and the B of an Overlap: B on the helper thread, and first. `module` is the stage of F."""
     switched: list[Switched] = [_RandomState(device)]
     if hasattr(module, "running_state"):
         switched.append(_RunningState(module))
-    return partial(_run, forward, backward, switched, helper, device)
+    return partial(_run, forward, backward, switched, helper, device, times)
 
 
 def _run(
-    forward: Call, backward: Call, switched: Sequence[Switched], helper: HelperThread, device: torch.device
+    forward: Call,
+    backward: Call,
+    switched: Sequence[Switched],
+    helper: HelperThread,
+    device: torch.device,
+    times: TurnTimes,
 ) -> None:
-    turns, ended, errors = Turns(switched), threading.Lock(), list[BaseException]()
+    turns, ended, errors = Turns(times, switched), threading.Lock(), list[BaseException]()
     ended.acquire()
 
     def run_first() -> None:
