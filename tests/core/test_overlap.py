@@ -10,7 +10,17 @@ import zeropipe as zp
 from zeropipe.core import jit
 from zeropipe.core.action import Kind
 from zeropipe.core.explain import sum_exchanges
-from zeropipe.core.overlap import ORDER, Part, divide_lanes, find_best_order, saved_time, walk_pair, walk_stages
+from zeropipe.core.overlap import (
+    DELAYED_ORDER,
+    ORDER,
+    Part,
+    choose_order,
+    divide_lanes,
+    find_best_order,
+    saved_time,
+    walk_pair,
+    walk_stages,
+)
 from zeropipe.core.phases import EXCHANGES, PHASES, LayerPhases, PhaseTimes
 from zeropipe.searching.bounds.lower_bound import lower_bound
 from zeropipe.searching.task import SearchTask
@@ -98,6 +108,19 @@ def test_the_best_order_depends_on_the_times():
     found = find_best_order(layer, layer)
     assert divide_lanes(found) != divide_lanes(ORDER)
     assert longest_path(layer, layer, found) < longest_path(layer, layer, ORDER)
+
+
+def test_weight_gradients_of_long_experts_are_delayed():
+    layer = DEEPSEEK._replace(attention=PhaseTimes(0.1, 0.2, 0.1), experts=PhaseTimes(9, 9, 9))
+    assert choose_order(DEEPSEEK, DEEPSEEK) == ORDER
+    assert choose_order(layer, layer) == DELAYED_ORDER
+    times = [longest_path(layer, layer, order) for order in (ORDER, DELAYED_ORDER)]
+    assert times[1] < times[0]
+    assert saved_time((layer,), (layer,)) == pytest.approx(layer.total(Kind.F) + layer.total(Kind.B) - times[1])
+    assert [str(span) for span in walk_stages((layer,), (layer,)) if span.kind is Kind.W] == [
+        "experts W",
+        "attention W",
+    ]
 
 
 def _orders(random, number):

@@ -36,6 +36,18 @@ ORDER = tuple(
         ("experts", "F"), ("attention", "I"), ("attention", "W"), ("combine", "F"),
     )
 )  # fmt: skip
+_EXPERTS_W = Part(Kind.W, "experts")
+
+
+def _delay_weights(order: tuple[Part, ...]) -> tuple[Part, ...]:
+    """The order whose experts' W runs after the attention's I."""
+    rest = [part for part in order if part != _EXPERTS_W]
+    at = rest.index(Part(Kind.I, "attention")) + 1
+    return (*rest[:at], _EXPERTS_W, *rest[at:])
+
+
+# which the engine takes instead where the attention takes less time than the experts
+DELAYED_ORDER = _delay_weights(ORDER)
 _CACHED = 2**16  # results: pairs of layers of a plan
 
 
@@ -107,8 +119,9 @@ def walk_stages(
     both = min(len(forward), len(backward))
     last = len(backward) - 1
     for n in range(both):
-        layers = (n, last - n)
-        spans = walk_pair(forward[n], backward[last - n], has_w=has_w, sm_tax=sm_tax, layers=layers)
+        pair, layers = (forward[n], backward[last - n]), (n, last - n)
+        order = choose_order(*pair, has_w, sm_tax)
+        spans = walk_pair(*pair, has_w=has_w, sm_tax=sm_tax, order=order, layers=layers)
         yield from _shift(spans, now)
         now += spans[-1].end
     kinds = (Kind.I, Kind.W) if has_w else (Kind.I,)
@@ -159,7 +172,17 @@ def _shift(spans: Iterable[PhaseSpan], time: float) -> Iterator[PhaseSpan]:
 @lru_cache(_CACHED)
 def pair_time(forward: LayerPhases, backward: LayerPhases, has_w: bool, sm_tax: float) -> float:
     """The time of the F of one layer and the B (or I) of another as one step."""
-    return walk_pair(forward, backward, has_w=has_w, sm_tax=sm_tax)[-1].end
+    order = choose_order(forward, backward, has_w, sm_tax)
+    return walk_pair(forward, backward, has_w=has_w, sm_tax=sm_tax, order=order)[-1].end
+
+
+@lru_cache(_CACHED)
+def choose_order(
+    forward: LayerPhases, backward: LayerPhases, has_w: bool = True, sm_tax: float = 0.0
+) -> tuple[Part, ...]:
+    """The faster of the two orders that the engine has."""
+    orders = (ORDER, DELAYED_ORDER) if has_w else (ORDER,)
+    return min(orders, key=lambda order: walk_pair(forward, backward, has_w=has_w, sm_tax=sm_tax, order=order)[-1].end)
 
 
 def saved_time(forward: StagePhases, backward: StagePhases, has_w: bool = True, sm_tax: float = 0.0) -> float:
