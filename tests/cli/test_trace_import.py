@@ -15,7 +15,10 @@ def rows(schedule) -> list[list[str]]:
 
 
 def early_actions(timeline) -> list[str]:
-    """The actions that begin before the result of the neighbouring stage is there."""
+    """The actions that wait inside for the result of the neighbouring stage.
+
+    One that also ends before it is there got its message while the neighbour was still recording: it has not waited.
+    """
     spans = {str(span.action): span for rank in range(timeline.num_ranks) for span in timeline.spans(rank)}
     early = []
     for name, span in spans.items():
@@ -23,7 +26,7 @@ def early_actions(timeline) -> list[str]:
         sources = (f"{stage - 1}F{microbatch}",) if kind.name == "F" else ()
         if kind.name in "BI":
             sources = f"{stage + 1}B{microbatch}", f"{stage + 1}I{microbatch}"
-        early += [name for source in sources if source in spans and span.start < spans[source].end]
+        early += [name for source in sources if source in spans and span.start < spans[source].end <= span.end]
     return early
 
 
