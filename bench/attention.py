@@ -2,12 +2,15 @@
 
     python bench/attention.py                       # all cases, about a minute
     python bench/attention.py --cases plain --rows 4096,16384
+    python bench/attention.py --kernels                          # blocks alone, beside transformers' mask functions
 
 Each kernel is first compared with attention in float32, sample by sample: outputs and gradients, relative to the
 largest value. Then the kernels run in turn, and the table has the median time of each and its ratio to the dense mask.
 `dense` is torch's scaled_dot_product_attention with a mask of all pairs of tokens, as a row without these kernels has
 it; with bounded scores or attention sinks it is the formula that transformers runs. `auto` is what `engine.attention`
-chooses. At the end: what new mixtures of lengths compile, and what memory is left of them.
+chooses. At the end: what new mixtures of lengths compile, and what memory is left of them. `--kernels` prints the time
+of the kernels of blocks alone, forward and backward: of our table, of the mask that transformers makes of position ids,
+and of our table with other options of the kernels.
 """
 
 from __future__ import annotations
@@ -198,6 +201,95 @@ def compare(name: str, tokens: int, mix: str) -> bool:
     return is_right
 
 
+def mask_of_transformers(samples: Samples, tokens: int) -> Any:
+    """The mask that transformers makes of the position ids of packed rows."""
+    from transformers import Qwen3Config
+    from transformers.masking_utils import create_causal_mask
+
+    config = Qwen3Config()
+    config._attn_implementation = "flex_attention"
+    first = samples.first_keys(Reach(0)).to(DEVICE)
+    positions = torch.arange(tokens, device=DEVICE)[None] - first
+    hidden = torch.empty(1, tokens, config.hidden_size, device=DEVICE, dtype=torch.bfloat16)
+    return create_causal_mask(
+        config=config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=positions
+    )
+
+
+# the blocks of queries and keys in the two loops of the backward, stages and warps; the first is torch's choice
+SIZES = [(64, 128, 128, 64, 3, 8), (64, 64, 64, 64, 3, 4), (32, 128, 128, 32, 3, 4), (64, 128, 128, 64, 2, 8)]
+
+
+def backward_options(m1: int, n1: int, m2: int, n2: int, stages: int, warps: int) -> dict[str, int]:
+    sizes = {"BLOCK_M1": m1, "BLOCK_N1": n1, "BLOCK_M2": m2, "BLOCK_N2": n2, "num_stages": stages, "num_warps": warps}
+    return {f"bwd_{name}": size for name, size in sizes.items()}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "rows safe": {"ROWS_GUARANTEED_SAFE": True},
+    **{f"{sizes}": backward_options(*sizes) for sizes in SIZES},
+}
+
+
+def compare_kernels(tokens: int, mix: str) -> None:
+    """Print the time of the kernels of blocks, forward and backward, for several masks and options."""
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+    from torch.profiler import ProfilerActivity, profile
+
+    case, samples = CASES["plain"], make_samples(MIXES[mix](tokens, 0))
+    table = samples.table("flex", case.reach, DEVICE)
+    assert isinstance(table, BlockTable)
+    first, *blocks = table
+    theirs = mask_of_transformers(samples, tokens)
+    used = [int((one.kv_num_blocks + one.full_kv_num_blocks).sum()) for one in (table, theirs)]
+    partial_ones = [int(one.kv_num_blocks.sum()) for one in (table, theirs)]
+    print(f"{tokens} tokens, {mix}: blocks {used}, with a mask {partial_ones}", flush=True)
+    long = first.long()
+
+    def mask_with(visible: Any) -> Any:
+        return BlockMask((tokens, tokens), *blocks, BLOCK_SIZE=(128, 128), mask_mod=visible)
+
+    masks = {
+        "transformers": theirs,
+        "theirs over our blocks": mask_with(theirs.mask_mod),
+        "first in int64": mask_with(lambda b, h, q, k: (k <= q) & (k >= long[b, q])),
+        "same first": mask_with(lambda b, h, q, k: (k <= q) & (first[b, q] == first[b, k])),
+    }
+    runs = {name: (mask_with(lambda b, h, q, k: (k <= q) & (k >= first[b, q])), more) for name, more in OPTIONS.items()}
+    runs |= {name: (mask, {}) for name, mask in masks.items()}
+    query, key, value, gradient, _ = draw_states(case, tokens)
+    flat = [each.detach().transpose(1, 2).contiguous().transpose(1, 2) for each in (query, key, value, gradient)]
+    states = [each.requires_grad_() for each in flat[:3]]
+    for name, (mask, more) in runs.items():
+        torch._dynamo.reset()
+        run = torch.compile(flex_attention, dynamic=False)
+        options = {"FORCE_USE_FLEX_ATTENTION": True, **more}
+
+        def both(run: Any = run, mask: Any = mask, options: Any = options) -> None:
+            out, _ = run(
+                *states, block_mask=mask, enable_gqa=True, kernel_options=options, return_aux=AuxRequest(lse=True)
+            )
+            torch.autograd.grad(out, states, flat[3])
+
+        try:
+            for _ in range(3):
+                both()
+        except Exception as error:
+            print(f"  {name:24} {type(error).__name__}", flush=True)
+            continue
+        synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as traced:
+            for _ in range(20):
+                both()
+            synchronize()
+        times = {"forward": 0.0, "backward": 0.0, "other": 0.0}
+        for event in traced.key_averages():
+            kind = "other" if "flex" not in event.key else "backward" if "backward" in event.key else "forward"
+            times[kind] += event.self_device_time_total / 20
+        print(f"  {name:24} " + "".join(f"{kind} {time:7.1f} us  " for kind, time in times.items()), flush=True)
+
+
 def count_compilations(tokens: int) -> None:
     """What ever new mixtures of lengths, in rows of two lengths, compile and leave in memory."""
     from torch._dynamo.utils import counters
@@ -223,7 +315,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--rows", help="tokens of a row, instead of the lengths of each case")
+    parser.add_argument("--kernels", action="store_true", help="the kernels of blocks alone")
     given = parser.parse_args()
+    if given.kernels:
+        for tokens in map(int, (given.rows or "4096,16384").split(",")):
+            compare_kernels(tokens, "64..1024")
+        return
     start = time.perf_counter()
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else 'CPU'}")
     print(

@@ -15,6 +15,7 @@ from torch import nn
 from zeropipe.engine.backward import turns
 from zeropipe.engine.backward.splitters import BackwardPass, StoreSplitter
 from zeropipe.engine.backward.turn_times import BACKWARD, COMBINE, DISPATCH, FORWARD, TurnTimes, share_to_delay
+from zeropipe.engine.backward.vectors import VectorGradients
 from zeropipe.engine.comm.threads import HelperThread
 from zeropipe.engine.step.overlaps import take_turns
 
@@ -195,7 +196,7 @@ def test_weight_gradients_are_computed_while_a_message_is_under_way(helper):
             turns.turn()
 
     run(plain).backward()
-    splitter_pass = BackwardPass(0, 0, model, [run(layers)], None, [])
+    splitter_pass = BackwardPass(0, 0, model, [run(layers)], None, [], VectorGradients(model.parameters))
     take_turns(forward, lambda: splitter.backward(splitter_pass), nn.Identity(), helper, CPU, TurnTimes(CPU))()
     assert there == [[False, False, True], [False, True, True], [True, True, True]]
     for one, other in zip(plain, layers):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zeropipe.engine.backward import turns
 from zeropipe.engine.backward.linear import defer
 from zeropipe.engine.backward.store import OnProduct, WeightStore, accumulate_at_turns, accumulate_directly
+from zeropipe.engine.backward.vectors import VectorGradients
 from zeropipe.engine.torch_private import autograd as torch_autograd
 
 # called after an I, it returns the function that computes the weight gradients of that I
@@ -25,10 +26,12 @@ class BackwardPass(NamedTuple):
     roots: Sequence[Any]  # the loss, or the gradient edges of the outputs; none where nothing needs a gradient
     gradients: Sequence[Tensor] | None  # of the roots; None for a loss
     inputs: Sequence[Tensor]  # those that need a gradient, which is left in their `.grad`
+    vectors: VectorGradients
 
     def run(self) -> None:
         if self.roots:
-            torch_autograd.backward(self.roots, self.gradients)
+            with self.vectors.collect():
+                torch_autograd.backward(self.roots, self.gradients)
 
 
 class Splitter:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zeropipe.engine.backward.splitters import BackwardPass
+from zeropipe.engine.backward.vectors import VectorGradients
 from zeropipe.engine.comm.channels import Receiver, Sender
 from zeropipe.engine.comm.messages import Message, ShapeCache, Spec, describe_tensors, gradient_key, make_sendable
 from zeropipe.engine.stages.contract import Microbatch, Pick, Targets
@@ -65,13 +66,14 @@ class CellRunner:
         self,
         last_stage: int,
         buffers: Mapping[int, StageBuffers],
+        vectors: Mapping[int, VectorGradients],
         *,
         train: bool,
         device: torch.device,
         shapes: ShapeCache,
     ) -> None:
-        self._last_stage, self._buffers, self._train = last_stage, buffers, train
-        self._device, self._shapes = device, shapes
+        self._last_stage, self._buffers, self._vectors = last_stage, buffers, vectors
+        self._train, self._device, self._shapes = train, device, shapes
 
     def begin(
         self,
@@ -181,7 +183,9 @@ class CellRunner:
 
     def backward(self, cell: Cell, run: Callable[[BackwardPass], None]) -> None:
         """Run B or I with a method of the splitter."""
-        run(_backward_pass(cell))  # not bound to a name, so that nothing of it outlives the cell
+        run(
+            _backward_pass(cell, self._vectors[cell.stage])
+        )  # not bound to a name, so that nothing of it outlives the cell
         gradients = [x.grad for x in cell.inputs if x.requires_grad]
         if cell.previous is None and cell.stage > 0:
             cell.requested = tuple(x.requires_grad for x in cell.inputs)
@@ -231,14 +235,14 @@ class CellRunner:
         sender.send_backward(gradients, gradient_key(cell.stage - 1, cell.requested))
 
 
-def _backward_pass(cell: Cell) -> BackwardPass:
+def _backward_pass(cell: Cell, vectors: VectorGradients) -> BackwardPass:
     inputs = [x for x in cell.inputs if x.requires_grad]
     if cell.loss is not None:
         roots = [cell.loss] if cell.loss.requires_grad else []
-        return BackwardPass(cell.stage, cell.microbatch, cell.module, roots, None, inputs)
+        return BackwardPass(cell.stage, cell.microbatch, cell.module, roots, None, inputs, vectors)
     pairs = [(edge, grad) for edge, grad in zip(cell.gradient_edges, cell.output_gradients) if grad is not None]
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
-    return BackwardPass(cell.stage, cell.microbatch, cell.module, edges, gradients, inputs)
+    return BackwardPass(cell.stage, cell.microbatch, cell.module, edges, gradients, inputs, vectors)
 
 
 def _require_gradient(cell: Cell, output: Any) -> None:

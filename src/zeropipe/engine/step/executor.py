@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeropipe.core.action import COMPUTE, SHARDING, Action, Kind, Overlap, Step, actions_of
 from zeropipe.core.collectives import Collective, collectives, gathers_for_backward
@@ -17,6 +17,7 @@ from zeropipe.core.schedule import Program, Schedule
 from zeropipe.engine.backward.gradients import FirstGradients
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.backward.turn_times import TurnTimes
+from zeropipe.engine.backward.vectors import VectorGradients
 from zeropipe.engine.comm.channels import Channel, Receiver, Sender
 from zeropipe.engine.comm.messages import Message, ShapeCache, Spec
 from zeropipe.engine.comm.threads import HelperThread
@@ -89,7 +90,8 @@ class Executor:
         stages, train, row = context.stages, use != "forward", program.rows[context.rank]
         self._runner = CellRunner(
             program.schedule.num_stages - 1, {stage: StageBuffers(info.module) for stage, info in stages.items()},
-            train=train, device=context.device, shapes=context.shapes,
+            {stage: self._vector_gradients(stage) for stage in stages}, train=train, device=context.device,
+            shapes=context.shapes,
         )  # fmt: skip
         self._num_parts = program.schedule.problem.num_weight_parts
         self._next_part: Counter[tuple[int, int]] = Counter()  # of the W of a (stage, microbatch)
@@ -101,10 +103,7 @@ class Executor:
         self._receivers, self._indices = self._create_receivers(row)
         self._streams = Streams(row, self.cells, stages, context.device, two=context.options.overlap == "streams")
         self._first_gradients = {
-            stage: FirstGradients(
-                self._shards[stage].accumulating_tensors if stage in self._shards else info.module.parameters
-            )
-            for stage, info in (stages.items() if train else ())
+            stage: FirstGradients(self._find_parameters(stage)) for stage in (stages if train else ())
         }
         self._movable = find_movable(row, stages) if context.options.dynamic_weights and train else {}
         self._idle_time = IdleTime(context.device)
@@ -175,6 +174,14 @@ class Executor:
 
     def _output_spec(self, message: Message) -> Spec | None:
         return self._runner.output_spec(message, self.cells[message.stage, message.microbatch])
+
+    def _find_parameters(self, stage: int) -> Callable[[], Iterable[Tensor]]:
+        """A function that lists the tensors of a stage that accumulate gradients."""
+        sharded = self._shards.get(stage)
+        return self._context.stages[stage].module.parameters if sharded is None else sharded.accumulating_tensors
+
+    def _vector_gradients(self, stage: int) -> VectorGradients:
+        return VectorGradients(self._find_parameters(stage), keeps_dtype=stage in self._shards)
 
     # the list of callables
 

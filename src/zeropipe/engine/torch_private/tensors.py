@@ -110,6 +110,37 @@ def divide(tensors: Sequence[Tensor], number: float) -> None:
     torch._foreach_div_(list(tensors), number)
 
 
+def add(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add to the first tensor of each pair the second, in a few kernels for each device and pair of dtypes."""
+    for group in _group_pairs(pairs):
+        sums, others = [total for total, _ in group], [other for _, other in group]
+        if sums[0].dtype != others[0].dtype:  # torch adds tensors of two dtypes one by one
+            others = _cast(others, sums[0].dtype)
+        torch._foreach_add_(sums, others)
+
+
+def copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy to the first tensor of each pair the second, in a few kernels for each device and pair of dtypes."""
+    for group in _group_pairs(pairs):
+        torch._foreach_copy_([target for target, _ in group], [source for _, source in group])
+
+
+def _group_pairs(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterable[list[tuple[Tensor, Tensor]]]:
+    """The pairs by device and dtypes."""
+    groups: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+    for one, other in pairs:
+        groups.setdefault((one.device, one.dtype, other.device, other.dtype), []).append((one, other))
+    return groups.values()
+
+
+def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The tensors in another dtype, in memory that they share."""
+    memory = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=dtype)
+    parts = [part.view(tensor.shape) for part, tensor in zip(memory.split([t.numel() for t in tensors]), tensors)]
+    torch._foreach_copy_(parts, list(tensors))
+    return parts
+
+
 def num_aliases(tensor: Tensor) -> int:
     """The number of tensors that share the memory of `tensor`, itself included.
 
