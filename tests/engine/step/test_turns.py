@@ -231,7 +231,7 @@ def test_weight_gradients_that_are_delayed_run_at_the_next_message(helper):
 
     run(plain).backward()
     seen.clear()
-    backward = BackwardPass(0, 0, model, [run(model)], None, [])
+    backward = BackwardPass(0, 0, model, [run(model)], None, [], VectorGradients(model.parameters))
     take_turns(lambda: None, lambda: splitter.backward(backward), nn.Identity(), helper, CPU, times)()
     assert seen == [[False, False, False, True], [True] * 4]
     for one, other in zip(plain, model):
