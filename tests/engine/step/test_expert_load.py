@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from itertools import product
 
@@ -10,11 +11,14 @@ import pytest
 pytest.importorskip("transformers")
 
 import expert_load_cases as cases
+import torch
 from engine_helpers import TOLERANCE, largest, ranks
 from full_marker import mark_rest_full
+from torch import nn
 
 import zeropipe as zp
 from zeropipe.engine import ExpertLoad
+from zeropipe.engine.step import expert_load
 
 ONE = zp.build("1f1b", ranks=1, microbatches=2)
 CASES = [
@@ -52,3 +56,28 @@ def test_numbers_of_a_load():
     assert (one.max_over_mean, one.busiest, one.entropy) == (4.0, 1.0, 0.0)
     assert ExpertLoad((1, 1, 2, 0)).entropy == pytest.approx(0.75)  # 1.5 bits of 2
     assert ExpertLoad((0, 0)).max_over_mean == 0
+
+
+class Experts(nn.Module):
+    num_experts = 3
+
+    def forward(self, x, index):
+        return index
+
+
+def test_counters_are_gone_with_those_who_count():
+    """Engines come and go in one process: nothing of an engine is kept, and its experts run without a hook."""
+    before, experts = len(expert_load._counters), Experts()
+    one, other = (expert_load._Counter(experts) for _ in range(2))
+    index = torch.tensor([[0, 2], [2, 1]])
+    assert torch.equal(experts(index, index), index)
+    assert (one.take(), other.take()) == ([1, 1, 2], [1, 1, 2])
+    del one
+    gc.collect()
+    experts(index, index)
+    assert other.take() == [1, 1, 2]
+    assert len(expert_load._counters) == before + 1
+    del other
+    gc.collect()
+    assert len(expert_load._counters) == before
+    assert not experts._forward_pre_hooks

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -104,19 +106,22 @@ def _find_bias(stage: nn.Module, name: str, num_experts: int) -> Tensor:
 
 
 # Rows are counted by an operator, so that a compiled block stays one graph. A counter is passed as a tensor with its
-# index here: an integer would be a constant, and each layer a graph of its own.
-_counters: list[_Counter] = []
+# number here: an integer would be a constant, and each layer a graph of its own.
+_counters: weakref.WeakValueDictionary[int, _Counter] = weakref.WeakValueDictionary()
+_numbers = count()
 
 
 class _Counter:
-    """Counts the rows of the experts of one stack, in forwards that are not recomputed."""
+    """Counts the rows of the experts of one stack, in forwards that are not recomputed, while its owner keeps it."""
 
     def __init__(self, stack: Any) -> None:
         self._num_experts = stack.num_experts
         self._counts: Tensor | None = None
-        slot = torch.tensor(len(_counters), device="cpu")
-        _counters.append(self)
-        stack.register_forward_pre_hook(lambda module, args: (args[0], count_rows(args[1], slot), *args[2:]))
+        number = next(_numbers)
+        _counters[number] = self
+        slot = torch.tensor(number, device="cpu")
+        hook = stack.register_forward_pre_hook(lambda module, args: (args[0], count_rows(args[1], slot), *args[2:]))
+        weakref.finalize(self, hook.remove).atexit = False
 
     def add(self, index: Tensor) -> None:
         if self._counts is None:
@@ -133,8 +138,9 @@ class _Counter:
 @torch.library.custom_op("zeropipe::count_rows", mutates_args=())
 def count_rows(index: Tensor, slot: Tensor) -> Tensor:
     """Count the experts of all tokens, and return them: an operator without a result would be left out."""
-    if not in_backward():
-        _counters[int(slot.item())].add(index)
+    counter = None if in_backward() else _counters.get(int(slot.item()))
+    if counter is not None:
+        counter.add(index)
     return index.clone()
 
 
