@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from zeropipe.cli.command import SINGLE_COSTS, Command, Option, print_cost_help
-from zeropipe.cli.param_types import DTYPES, Dtype, FiniteRange, Integers, Size
+from zeropipe.cli.param_types import DTYPES, Dtype, FiniteRange, Integers, Size, Tokens
 from zeropipe.core.formats.parse import parse_value
 from zeropipe.core.mesh import DIMENSIONS, EXPERTS
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
@@ -91,8 +91,8 @@ num_layers = option(
     "--num-layers", type=POSITIVE, field="model.num_layers", help="Layers of a built-in model, if not its own number."
 )
 sequence = option(
-    "--sequence", type=click.IntRange(2), field="data.sequence",
-    help="Tokens per sequence; by default 4096 in estimate and plan, 128 in run and profile.",
+    "--sequence", type=Tokens(), field="data.sequence",
+    help="Tokens per sequence, like 4096, 128K or 1M; by default 4096 in estimate and plan, 128 in run and profile.",
 )  # fmt: skip
 sample = option(
     "--sample", type=POSITIVE, help="Tokens of a packed sample, if several share a sequence and attend by kernels."

@@ -33,6 +33,22 @@ class Integers(click.ParamType):
         return numbers
 
 
+class Tokens(click.ParamType):
+    """A number of tokens, of at least 2: 4096, or 128K or 1M in powers of 1024."""
+
+    name = "n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"([0-9]{1,9})([KM]?)", value.strip().upper())
+        number = int(match[1]) * 1024 ** " KM".index(match[2] or " ") if match else 0
+        if number < 2:
+            name = param.name if param else "sequence"
+            raise ConfigError(f"{name}={short(value)}: must be a number of at least 2 tokens, like 4096, 128K or 1M")
+        return number
+
+
 class Dtype(click.Choice):
     """A data type of the training file. Old spellings, and float16 for estimates, are accepted too."""
 

@@ -14,6 +14,7 @@ from zeropipe.cli.options import POSITIVE, option
 from zeropipe.cli.param_types import Size
 from zeropipe.cli.plan_output import print_closest, print_plan
 from zeropipe.cli.progress import show_fraction
+from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ _ESTIMATE_ONLY = ("gpu", "sequence", "sample", "dtype", "compile", "efficiency")
     "--reserve", type=Size(), default="4GB", show_default=True,
     help="Memory of a GPU that CUDA, NCCL and fragmentation take.",
 )  # fmt: skip
-@option("--batch", type=POSITIVE, required=True, field="data.batch", help="Sequences per step, over all pipelines.")
+@option(
+    "--batch", type=POSITIVE, field="data.batch",
+    help="Sequences per step, over all pipelines; by default about 4 million tokens, and at least 16 sequences.",
+)  # fmt: skip
 @opt.sequence
 @opt.sample
 @opt.gpu
@@ -99,6 +103,8 @@ def plan(model: str, rows: int, out: str | None, as_json: bool, **values: Any) -
         print_plan(made, rows)
         for path in written:
             output.print_written(path)
+        if values["batch"] is None:
+            output.print_note(f"--batch not set: {count_text(made.batch, 'sequence')}")
         if written:
             output.print_note(f"to train it: {list_missing(source.model if source else model)}")
     if source is None:

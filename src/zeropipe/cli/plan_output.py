@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from zeropipe.planning.layouts import Layout
+    from zeropipe.planning.levers import Lever
     from zeropipe.planning.result import Plan
     from zeropipe.planning.rows import PlanRow
 
 NUM_MISFITS = 3
-EXPOSED = ", ep: experts divided; exposed: exchanges that no computation hides"
+EXPOSED = ", cp: parts of sequences, ep: experts divided; exposed: exchanges that no computation hides"
 _FLAGS = {"pp": "--ranks", "microbatch_sizes": "--microbatch"}  # of arguments of zp.plan; others have their own names
 
 
@@ -47,6 +48,10 @@ def print_plan(made: Plan, num_rows: int) -> None:
         console.print(f"the smallest: {smallest.candidate}: {size}, {made.why(smallest)}", soft_wrap=True)
     for row in made.misfits[:NUM_MISFITS]:
         console.print(f"does not fit: {row.candidate}: {gigabytes(row.excess)} over", soft_wrap=True)
+    if made.levers:
+        console.print(
+            f"what each lever buys: without {'; without '.join(map(_lever_text, made.levers))}", soft_wrap=True
+        )
     _print_untried(made, console)
     left_out = f", {made.num_left_out:,} with more work left out" if made.num_left_out else ""
     output.print_note(f"{count_text(made.num_tried, 'candidate')} in {made.seconds:.0f} s{left_out}")
@@ -124,8 +129,17 @@ def _mesh_text(layout: Layout) -> str:
 
 
 def _exposed_text(row: PlanRow) -> str:
-    """The part of a step in which ranks exchange rows of experts and do not compute."""
-    return output.percent(row.seconds.exchange / row.step) if row.candidate.layout.ep > 1 else ""
+    """The part of a step in which ranks exchange rows of experts, or tensors of attention, and do not compute."""
+    exchanges = row.candidate.layout.ep > 1 or row.candidate.layout.cp > 1
+    return output.percent((row.seconds.exchange + row.seconds.parts) / row.step) if exchanges else ""
+
+
+def _lever_text(lever: Lever) -> str:
+    if lever.slower is not None:
+        return f"{lever.name} {lever.slower:.1%} slower"
+    if lever.over is not None:
+        return f"{lever.name} at least {gigabytes(lever.over)} over"
+    return f"{lever.name} nothing was tried"
 
 
 def _memory_text(row: PlanRow) -> str:

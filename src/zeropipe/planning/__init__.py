@@ -13,6 +13,7 @@ rows        Candidate and PlanRow
 closest     if nothing fits: what comes closest, and what would make it fit
 untried     what a plan does not try
 result      Plan: rows, front, what does not fit, and why a row is slower
+levers      what each lever of the best row bought
 data        a plan as JSON data, for the command line and the page
 write       a row as a training file
 """

@@ -26,6 +26,11 @@ def plan_data(plan: Plan, max_rows: int | None = None, max_misfits: int | None =
             for index, row in enumerate(plan.rows)
             if max_rows is None or index < max_rows or id(row) in front
         ],
+        "levers": [
+            {"name": lever.name, "slower": lever.slower, "over": lever.over,
+             "without": None if lever.row is None else str(lever.row.candidate)}
+            for lever in plan.levers
+        ],
         "misfits": [_row_data(plan, row) for row in plan.misfits[:max_misfits]],
         "too_large": [
             {

@@ -28,7 +28,7 @@ from zeropipe.planning.refine import add_gaps, search_best_runs
 from zeropipe.planning.result import Plan
 from zeropipe.planning.rows import Candidate, PlanRow, Run
 from zeropipe.planning.runs import list_task_runs
-from zeropipe.planning.task import PlanTask
+from zeropipe.planning.task import PlanTask, default_batch
 from zeropipe.planning.untried import list_untried
 from zeropipe.schedules.registry import entries
 from zeropipe.searching.search import require_callbacks, require_seconds
@@ -42,7 +42,7 @@ def plan(
     model: str | Mapping[str, Any] | ShapedModel | CountedModel | LayerCosts,
     *,
     gpus: int,
-    batch: int,
+    batch: int | None = None,
     gpus_per_node: int = 8,
     memory: float | None = None,
     reserve: float = RESERVE,
@@ -72,7 +72,8 @@ def plan(
     """Try layouts, schedules, microbatch sizes, checkpointing modes and cuts, and rank those that fit.
 
     `model` is an argument of `zp.estimate` (which then gets `gpu`, `sequence`, `sample`, `dtype`, `compile` and
-    `efficiency`), or LayerCosts. `batch` is the number of sequences per step, over all GPUs. `memory` is that of a GPU
+    `efficiency`), or LayerCosts. `batch` is the number of sequences per step, over all GPUs, by default
+    about 4 million tokens. `memory` is that of a GPU
     in bytes, of which `reserve` is not used. With `lora` the model is frozen and adapters of that rank are trained.
     `sequence_parallel` is for layouts with a `tp` above 1. `ep` divides experts inside a machine and over all of
     `dp_shard`; `imbalance` is the load of the GPU with most of their rows over the mean, `dispatch` as in
@@ -92,6 +93,9 @@ def plan(
         raise ConfigError(
             f"search_steps={short(search_steps)}: nothing is searched with {reason}; leave one of them out"
         )
+    if batch is None:
+        require_positive_integers(gpus=gpus, sequence=sequence)
+        batch = default_batch(gpus, model.sequence if isinstance(model, LayerCosts) else sequence)
     task = PlanTask.create(
         model, sequence, gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, memory=memory, reserve=reserve, gpu=gpu,
         dtype=dtype, compile=compile, efficiency=efficiency, lora=lora, sample=sample, pp=pp, tp=tp, ep=ep, cp=cp,

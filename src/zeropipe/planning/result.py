@@ -11,6 +11,7 @@ from zeropipe.errors import ConfigError
 from zeropipe.planning.candidates import OversizedRun
 from zeropipe.planning.closest import Closest
 from zeropipe.planning.context import PlanContext
+from zeropipe.planning.levers import Lever, list_levers
 from zeropipe.planning.rows import PlanRow
 from zeropipe.planning.score import compute_mfu
 from zeropipe.planning.untried import Untried
@@ -58,6 +59,11 @@ class Plan:
             row = self.closest.row
             return f"{row.candidate} needs {gigabytes(row.memory.peak)}, {gigabytes(row.excess)} over it"
         return "no cut of its layers does; use fewer pipeline ranks or other schedules"
+
+    @property
+    def levers(self) -> tuple[Lever, ...]:
+        """What each lever of the best row bought."""
+        return list_levers(self.rows, self.misfits, self.too_large) if self.rows else ()
 
     @property
     def front(self) -> tuple[PlanRow, ...]:

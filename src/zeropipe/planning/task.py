@@ -22,6 +22,9 @@ LONG_SEQUENCE = 32_768  # tokens, from which context parallelism is tried
 MIN_PART = 8_192  # tokens of a sequence that a GPU has at least with the default sizes of cp
 
 
+BATCH_TOKENS, MIN_BATCH = 2**22, 16  # of a step by default: tokens, but not fewer sequences
+
+
 class SearchSpace(NamedTuple):
     """The settings of layers to try."""
 
@@ -161,6 +164,13 @@ def _default_ep_sizes(model: Model, gpus: int, lora: int | None) -> list[int]:
     """1, and the powers of two that divide the experts and the GPUs."""
     powers = [2**n for n in range(1, gpus.bit_length())] if lora is None else []
     return [1, *(n for n in powers if gpus % n == 0 and model.allows_ep(n))]
+
+
+def default_batch(gpus: int, sequence: int) -> int:
+    """Sequences of a step if none are given: BATCH_TOKENS tokens, and a multiple of as many GPUs as there may be."""
+    wanted = max(MIN_BATCH, BATCH_TOKENS // sequence)
+    unit = max(number for number in range(1, wanted + 1) if gpus % number == 0)
+    return -(-wanted // unit) * unit
 
 
 def _default_cp_sizes(model: Model, gpus: int, sequence: int) -> list[int]:
