@@ -117,7 +117,9 @@ def config_of(name: str, layers: int | None) -> Any:
 def run_ours(model: str, setting: Setting, overrides: list[str], trace: str | None) -> Result:
     from zeropipe.train.config.tables import RunConfig
     from zeropipe.train.loop.trainer import train
+    from zeropipe.train.start import use_expandable_segments
 
+    use_expandable_segments()
     name, layers, is_lora = split_model(model)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zeropipe.train.config.tables import RunConfig
-from zeropipe.train.loop.metrics import Utilization, format_progress
+from zeropipe.train.loop.metrics import Memory, Utilization, format_progress
 
 
 def utilization(monkeypatch, name, pp=4, gpus=4, lora=None, sequence=4096, **model):
@@ -56,6 +56,17 @@ def test_progress_names_both_numbers_of_tokens():
     assert format_progress(values, 4, 60.0) == (
         "step 2/4  loss 1.5000  norm 0.25  5,000 tokens/s processed  1,000 with a loss  0.5 s  1 MB  1:00 left"
     )
+
+
+def test_progress_names_the_memory_that_is_reserved():
+    values = {
+        "step": 2, "loss": 1.5, "grad_norm": 0.25, "processed_tokens_per_second": 5000.0,
+        "loss_tokens_per_second": 1000.0, "seconds": 0.5,
+    }  # fmt: skip
+    peaks = [Memory(3_000_000, 4_000_000), Memory(2_000_000, 5_000_000)]
+    line = format_progress({**values, **Memory.largest(peaks).values()}, 4, 60.0)
+    assert "  3 MB (5 MB reserved)  1:00 left" in line
+    assert Memory.largest([Memory(1, None), Memory(2, None)]).values() == {"memory": 2}
 
 
 def test_processes_that_share_a_gpu_count_once(monkeypatch):

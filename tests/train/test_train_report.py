@@ -233,6 +233,8 @@ def test_the_report_names_both_numbers_of_tokens_and_reads_older_metrics(tmp_pat
     old = report(tokens_per_second=1234.0)
     assert old.index("tokens per second, with a loss") < old.index("1234")
     assert "tokens per second, processed" not in old
+    assert "GPU memory" not in old
+    assert "1 GB more are reserved" in report(memory=3e9, reserved_memory=4e9)
 
 
 def test_the_page_opens_offline_on_every_screen(watched, tmp_path):

@@ -22,10 +22,13 @@ from zeropipe.train.loop.trainer import Outcome, train
 EXTRA_S = 60.0  # beyond the engine's own timeout, whose error says more
 START_TIMEOUT_S = 120.0  # for local ranks to find each other, if the engine has no shorter timeout
 SIGNAL_INTERVAL_S = 0.2  # between two signals to the ranks
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second one is the older name
 
 
 def start(config: RunConfig) -> Outcome | None:
     """Train, and return the outcome; None on all ranks of torchrun but the first."""
+    if _on_gpus(config):
+        use_expandable_segments()
     if not is_local():
         join_torchrun(_backend(config, local_world_size()), config.engine.timeout)
         try:
@@ -47,6 +50,16 @@ def start(config: RunConfig) -> Outcome | None:
     ):
         first: Outcome = ranks.run(_on_rank, config, timeout=config.engine.timeout + EXTRA_S)[0]
         return replace(first, stopped_by=received[0]) if received and first.stopped_by else first
+
+
+def use_expandable_segments() -> None:
+    """Let torch's allocator extend its segments, unless the user has set it: freed blocks of any size are used again.
+
+    Segments of fixed sizes leave gaps where microbatches differ in length. torch reads the setting when CUDA starts, in
+    this process and those that it starts.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 def _backend(config: RunConfig, num_local_ranks: int) -> str:

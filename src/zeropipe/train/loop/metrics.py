@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -122,7 +122,9 @@ def format_progress(values: Values, num_steps: int, left: float) -> str:
         parts.append(f"MFU {values['mfu']:.1%}")
     if values.get("idle_fraction") is not None:
         parts.append(f"idle {values['idle_fraction']:.1%}")
-    parts += [size_text(values["memory"], "B"), f"{format_duration(left)} left"]
+    reserved = values.get("reserved_memory")
+    more = "" if reserved is None else f" ({size_text(reserved, 'B')} reserved)"
+    parts += [size_text(values["memory"], "B") + more, f"{format_duration(left)} left"]
     if values.get("skipped_now"):
         parts.append("skipped: not finite")
     return "  ".join(parts)
@@ -211,11 +213,28 @@ def _load_wandb_id(output: Path) -> str:
     return path.read_text().strip()
 
 
-def peak_memory(device: torch.device) -> int:
-    """The peak of allocated GPU memory, or the peak memory of this process, in bytes."""
+class Memory(NamedTuple):
+    """Peaks in bytes: of allocated GPU memory, or of this process; of what torch's allocator holds on the GPU."""
+
+    allocated: int
+    reserved: int | None
+
+    @staticmethod
+    def largest(peaks: Sequence[Memory]) -> Memory:
+        """The largest ones of several processes."""
+        reserved = [peak.reserved for peak in peaks if peak.reserved is not None]
+        return Memory(max(peak.allocated for peak in peaks), max(reserved, default=None))
+
+    def values(self) -> dict[str, int]:
+        """For a line of metrics.jsonl."""
+        return {"memory": self.allocated} | ({} if self.reserved is None else {"reserved_memory": self.reserved})
+
+
+def peak_memory(device: torch.device) -> Memory:
+    """The peaks of this process so far."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return Memory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+    return Memory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, None)
 
 
 def summarize_loads(loads: Mapping[str, ExpertLoad]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from zeropipe.train.loop.changes import dump_fields
 from zeropipe.train.loop.checkpoints import CheckpointFolder, resume
 from zeropipe.train.loop.data_barrier import prepare_data
 from zeropipe.train.loop.export import export
-from zeropipe.train.loop.metrics import MetricsLog, Utilization, log, peak_memory, summarize_loads
+from zeropipe.train.loop.metrics import Memory, MetricsLog, Utilization, log, peak_memory, summarize_loads
 from zeropipe.train.loop.optimizer import make_optimizer, reset_groups
 from zeropipe.train.loop.setup import (
     RankPosition,
@@ -148,8 +148,8 @@ class Trainer:
         if is_due or is_best or is_last or (every is not None and record.step % every == 0):
             self._save(is_best, is_last)
 
-    def _synchronize(self) -> tuple[bool, int]:
-        """Whether a checkpoint is due by the first rank's clock, and the largest peak memory of a rank.
+    def _synchronize(self) -> tuple[bool, Memory]:
+        """Whether a checkpoint is due by the first rank's clock, and the largest peaks of memory of a rank.
 
         Ranks also exchange the signals that they received, so that all of them stop after the same step.
         """
@@ -158,7 +158,7 @@ class Trainer:
         with self._engine.together("the end of the step") as team:
             status = team.comm.exchange((self._signals.received, is_due, peak_memory(self._position.device)))
         self._stopped_by = self._stopped_by or next((received for received, _, _ in status if received), "")
-        return status[0][1], max(memory for _, _, memory in status)
+        return status[0][1], Memory.largest([memory for _, _, memory in status])
 
     def _should_stop(self) -> bool:
         self._synchronize()
@@ -206,7 +206,7 @@ class Trainer:
             time.monotonic() - self._started_at,
         )  # fmt: skip
 
-    def _metrics_of(self, record: StepRecord, memory: int) -> dict[str, Any]:
+    def _metrics_of(self, record: StepRecord, memory: Memory) -> dict[str, Any]:
         """The line of metrics.jsonl for a step."""
         values = {
             "step": record.step, "loss": record.loss, "grad_norm": record.norm, "lr": record.rate,
@@ -214,7 +214,7 @@ class Trainer:
             "processed_tokens_per_second": record.num_processed / record.seconds,
             "loss_tokens_per_second": record.num_tokens / record.seconds,
             "tokens_per_second": record.num_tokens / record.seconds,  # the older name of the line before
-            "seconds": record.seconds, "memory": memory,
+            "seconds": record.seconds, **memory.values(),
             "skipped": self._progress.skipped, "samples": record.samples,
         }  # fmt: skip
         mfu = self._utilization.compute(record.lengths, record.seconds)

@@ -10,7 +10,7 @@ from typing import Any
 
 from zeropipe.core.files import write_whole
 from zeropipe.core.model.layers import format_counts
-from zeropipe.core.units import count_text, number, percent, time_text
+from zeropipe.core.units import count_text, number, percent, size_text, time_text
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.report.drift import Drift, Prediction, compare_steps, predict_from_costs, predict_from_first
@@ -144,6 +144,7 @@ def _figures(last: Drift, metrics: Metrics) -> list[Figure]:
     for title, points in speeds.items():
         if points:
             found.append(Figure(title, number(points[-1][1], 3), f"at step {points[-1][0]:.0f}"))
+    found += _memory(metrics)
     outside = f"{time_text(last.outside, 's')} of it outside the pipeline"
     return [
         *found,
@@ -152,6 +153,15 @@ def _figures(last: Drift, metrics: Metrics) -> list[Figure]:
         Figure("measured / predicted", f"{last.ratio:.2f}", f"at step {last.step}"),
         Figure("idle", percent(last.idle_fraction), f"of the pipeline; bubble rate {percent(last.bubble)}"),
     ]
+
+
+def _memory(metrics: Metrics) -> list[Figure]:
+    """The peak of a rank, and what torch's allocator holds beyond it: fragments, which no tensor can use."""
+    allocated, reserved = _points(metrics, "memory"), _points(metrics, "reserved_memory")
+    if not allocated or not reserved:
+        return []
+    unused = size_text(max(0.0, reserved[-1][1] - allocated[-1][1]), "B")
+    return [Figure("GPU memory", size_text(allocated[-1][1], "B"), f"at the peak; {unused} more are reserved")]
 
 
 def _loss_chart(metrics: Metrics) -> list[Chart]:
