@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zeropipe.searching.search import search
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.fill import fill_gaps
+    from zeropipe.sim.offload import with_offload
     from zeropipe.sim.simulate import simulate
     from zeropipe.viz import draw
 
@@ -51,6 +52,7 @@ _MEMBERS = {
     "zeropipe.searching.search": ("search",),
     "zeropipe.sim.costs": ("Costs",),
     "zeropipe.sim.fill": ("fill_gaps",),
+    "zeropipe.sim.offload": ("with_offload",),
     "zeropipe.sim.simulate": ("simulate",),
     "zeropipe.viz": ("draw",),
 }

@@ -225,6 +225,11 @@ COSTS: dict[str, tuple[Any, str]] = {
     "full_gradients": (str, "Memory of gradients until they are reduced."),
     "shard_bandwidth": (float, "Bytes per unit of time between the ranks of a shard group."),
     "units": (int, "FSDP units of a stage, which are gathered and reduced one by one."),
+    "offload_size": (str, "Memory that an OFFLOAD copies to the host; activation by default."),
+    "offload_time": (str, "Time of an OFFLOAD; offload_size / offload_bandwidth by default."),
+    "reload_time": (str, "Time of a RELOAD; offload_size / reload_bandwidth by default."),
+    "offload_bandwidth": (float, "Bytes per unit of time from a device to its host."),
+    "reload_bandwidth": (float, "Bytes per unit of time back; offload_bandwidth by default."),
     "memory_limit": (Size(), "Memory of a rank, like 40 or 40GB; schedules that need more cannot win."),
 }
 
@@ -255,6 +260,11 @@ costs = combine(
     option(
         "--weight-parts", type=click.IntRange(1, MAX_WEIGHT_PARTS), group="Costs",
         help="Divide every W into this number of parts, and fill gaps with them.",
+    ),
+    option(
+        "--offload", metavar="MODE", group="Costs",
+        help="Copy activations to the host and back: auto (all that takes no time), fit (as few as keep the memory "
+        "limit), or a share from 0 to 1.",
     ),
     option(
         "--help-costs", is_flag=True, is_eager=True, expose_value=False, callback=print_cost_help, group="Costs",

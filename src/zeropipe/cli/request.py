@@ -63,6 +63,7 @@ class Request:
     stages_per_rank: tuple[int, ...]
     options: Mapping[str, Any]
     weight_parts: int | None
+    offload: str | float | None
     source: CostSource
     has_costs_file: bool
     flags: Mapping[str, Any]  # single costs
@@ -74,18 +75,19 @@ class Request:
         return load(spec, ranks, microbatches, per_rank, self.options)
 
     def load_schedule(self, spec: Spec) -> Schedule:
-        """A schedule without its costs, unless its W are divided by them."""
+        """A schedule without its costs, unless they divide its W or offload its activations."""
         from zeropipe.core.timeline import Timeline
 
-        if self.weight_parts:
+        if self.weight_parts or self.offload is not None:
             return self.price(spec).schedule
         found = self.load(spec)
         return found.schedule if isinstance(found, Timeline) else found
 
     def price(self, spec: Spec | None = None) -> PricedSchedule:
-        """A schedule (by default the first one) with the costs of its stages, and W in parts if requested."""
+        """A schedule (by default the first one) with the costs of its stages, W in parts and offloaded if requested."""
         from zeropipe.core.timeline import Timeline
         from zeropipe.sim.fit import fit
+        from zeropipe.sim.offload import with_offload
 
         found = self.load(spec or self.specs[0])
         recording = found if isinstance(found, Timeline) else None
@@ -97,6 +99,8 @@ class Request:
         costs = source.stage_costs(schedule.problem, schedule.placement)
         if self.weight_parts:
             schedule = self._divide_weights(schedule, costs)
+        if self.offload is not None:
+            schedule = with_offload(schedule, costs, self.offload)
         layers = source.count_layers(schedule.problem, schedule.placement)
         return PricedSchedule(schedule, costs, source, recording if self._is_bare else None, layers)
 
@@ -104,7 +108,8 @@ class Request:
     def _is_bare(self) -> bool:
         """Whether the command line has no sizes and costs."""
         sizes = any(getattr(self, name) for name in SIZES)
-        return not (sizes or self.options or self.has_costs_file or self.flags or self.weight_parts)
+        changes = self.weight_parts or self.offload is not None
+        return not (sizes or self.options or self.has_costs_file or self.flags or changes)
 
     def _divide_weights(self, schedule: Schedule, costs: Costs) -> Schedule:
         from zeropipe.core.limits import COMMAND_LINE, has_weight_gradients, num_actions_with_parts
@@ -156,6 +161,7 @@ def create_request(schedules: Sequence[str], values: Mapping[str, Any], several:
         sizes["stages_per_rank"],
         {**job.options, **parse_pairs(values.get("pairs", ()), "--option")},
         values.get("weight_parts") or job.weight_parts,
+        _parse_offload(values.get("offload")),
         create_source(costs, values.get("per") or job.per, LayerOptions.from_values(values), flags),
         costs is not None,
         flags,
@@ -193,6 +199,12 @@ def parse_spec(text: str) -> Spec:
     if per_rank is not None and (type(per_rank) is not int or per_rank < 1):
         raise ConfigError(f"{text}: v={per_rank}: must be a positive integer, the stages per rank")
     return Spec(text, name, per_rank, settings)
+
+
+def _parse_offload(value: str | None) -> str | float | None:
+    from zeropipe.sim.offload import parse_offload
+
+    return None if value is None else parse_offload(value)
 
 
 def _load_costs(path: str | None) -> Any:

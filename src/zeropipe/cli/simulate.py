@@ -58,8 +58,9 @@ def _print_timeline(timeline: Timeline, costs: str) -> None:
     output.print_note(costs)
     is_sharded = timeline.sharding is not None
     shards = ["shards"] if is_sharded else []
+    host = ["host\nmemory"] if timeline.offloading is not None else []
     table = output.create_table(
-        "rank", "busy", "warm-up", "data", "comm", *shards, "cool-down", "idle", "peak\nmemory"
+        "rank", "busy", "warm-up", "data", "comm", *shards, "cool-down", "idle", "peak\nmemory", *host
     )  # fmt: skip
     for rank, causes in enumerate(idle_times(timeline)):
         if NUM_END_RANKS <= rank < timeline.num_ranks - NUM_END_RANKS:
@@ -71,6 +72,7 @@ def _print_timeline(timeline: Timeline, costs: str) -> None:
             *(output.time_text(time, timeline.unit) for time in times),
             output.percent(timeline.rank_idle_fraction[rank]),
             output.size_text(timeline.peak_memory[rank], timeline.memory_unit),
+            *([output.size_text(timeline.peak_host_memory[rank], timeline.memory_unit)] if host else []),
         )
     console.print(table)
     if timeline.num_ranks > 2 * NUM_END_RANKS:

@@ -24,15 +24,18 @@ class Kind(IntEnum):
     UNSHARD = 8  # gather the full weights of a sharded stage
     RESHARD = 9  # free them
     REDUCE_GRAD = 10  # sum the full gradients of a sharded stage, and keep a shard of the sum
+    OFFLOAD = 11  # copy the activations of an F to the host, and free them
+    RELOAD = 12  # copy them back
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 BACKWARD = frozenset({Kind.B, Kind.I})  # the kinds whose result the backward of the previous stage needs
 SHARDING = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})  # of a stage, without a microbatch
-COMM = frozenset(Kind) - COMPUTE - SHARDING  # messages between ranks
+OFFLOADING = frozenset({Kind.OFFLOAD, Kind.RELOAD})  # copies between a device and its host
+COMM = frozenset(Kind) - COMPUTE - SHARDING - OFFLOADING  # messages between ranks
 
 # the kinds as plain integers, for kernels (see jit.py)
-F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE_GRAD = map(int, Kind)  # noqa: E741
+F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE_GRAD, OFFLOAD, RELOAD = map(int, Kind)  # noqa: E741
 
 MAX_STAGES = 1 << 16
 MAX_MICROBATCHES = 1 << 42
@@ -78,7 +81,7 @@ def peer_message(message: Action) -> Action:
 
 
 _ACTION = re.compile(
-    r"\s*([0-9]{1,18})\s*(?:(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)\s*([0-9]{1,18})|(UNSHARD|RESHARD|REDUCE_GRAD))\s*"
+    r"\s*([0-9]{1,18})\s*(?:(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|OFFLOAD|RELOAD)\s*([0-9]{1,18})|(UNSHARD|RESHARD|REDUCE_GRAD))\s*"
 )
 _OVERLAP = re.compile(r"\s*\(([^;()]+);([^;()]+)\)\s*OVERLAP_F_B\s*")
 

@@ -9,6 +9,7 @@ from zeropipe.core.formats.csv import has_messages, program_from_csv
 from zeropipe.core.jit import Arrays, Ints, arrays
 from zeropipe.core.lower import lower_rows
 from zeropipe.core.needs import Dependencies, build_dependencies
+from zeropipe.core.offload_actions import check_offloading
 from zeropipe.core.packed import is_joined
 from zeropipe.core.rendezvous import check_program, check_same_computations
 from zeropipe.core.schedule import Program, Schedule, require_schedule
@@ -27,6 +28,7 @@ def check(what: Schedule | Program) -> None:
         check_same_computations(what)
         check_program(what)
         check_shards(what)
+        check_offloading(what.schedule, what.packed)
         return
     require_schedule(what)
     check_complete(what)

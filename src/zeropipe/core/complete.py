@@ -5,6 +5,7 @@ from __future__ import annotations
 from zeropipe.core.action import B, F, I, Kind, W
 from zeropipe.core.jit import Arrays, Ints, arrays
 from zeropipe.core.needs import copy_offset, flat_tables
+from zeropipe.core.offload_actions import check_offloading
 from zeropipe.core.packed import decode, is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import require_placement
 from zeropipe.core.schedule import Schedule
@@ -67,6 +68,8 @@ def _scan(xp: Arrays, schedule: Schedule) -> Ints:
     )  # fmt: skip
     if fault:
         raise _scan_error(schedule, int(index), int(fault))
+    if schedule.offloading is not None:
+        check_offloading(schedule, schedule.offloading)
     return found
 
 

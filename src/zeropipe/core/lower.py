@@ -14,6 +14,7 @@ from zeropipe.core.complete import check_actions
 from zeropipe.core.deadlock import build_deadlock_error
 from zeropipe.core.jit import Arrays, Ints, arrays
 from zeropipe.core.needs import Dependencies, build_dependencies
+from zeropipe.core.offload_actions import merge_offloading
 from zeropipe.core.packed import PackedRows, encode, is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.schedule import Program, Schedule, require_schedule
 from zeropipe.core.shard_actions import with_shards
@@ -28,13 +29,13 @@ def lower(schedule: Schedule, shards: str | None = None) -> Program:
     """
     require_schedule(schedule)
     check_actions(schedule)
-    rows = schedule.packed if shards is None else with_shards(schedule, shards)
+    rows = merge_offloading(schedule, schedule.packed if shards is None else with_shards(schedule, shards))
     xp = arrays(rows.num_codes)
     return lower_rows(xp, schedule, build_dependencies(xp, schedule, rows), rows)
 
 
 def lower_rows(xp: Arrays, schedule: Schedule, deps: Dependencies, rows: PackedRows) -> Program:
-    """Lower a schedule that `check_actions` accepts. `rows` may have sharding actions."""
+    """Lower a schedule that `check_actions` accepts. `rows` may have other actions than computations."""
     num_ranks = schedule.num_ranks
     sizes = xp.full_ints(num_ranks)
     xp.call(count_kernel, deps.offsets, deps.to, sizes)
@@ -69,7 +70,7 @@ def lower_kernel(
 
     An iteration visits the ranks that are not known to wait, in order: a doubly linked list (`previous`, `following`)
     with a sentinel. A rank that lacks a result leaves the list, and whoever produces the result inserts it again.
-    Sharding actions need nothing, and are written along with the next step.
+    Sharding actions and copies need nothing here, and are written along with the next step.
     """
     codes, offsets, remote, own, makes, to = deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to
     sentinel = len(offsets) - 1

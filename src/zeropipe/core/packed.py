@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, SupportsIndex
 
-from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES, Action, Kind, Overlap, Step
+from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES, OFFLOAD, Action, Kind, Overlap, Step
 from zeropipe.errors import ConfigError, short
 
 JOINED = 1
@@ -50,6 +50,11 @@ def stage_of(code: Code) -> Code:
 def microbatch_of(code: Code) -> Code:
     """The microbatch of a code."""
     return code >> _MICROBATCH_SHIFT
+
+
+def is_offloading(code: Code) -> Code:
+    """Whether a code is an OFFLOAD or a RELOAD."""
+    return kind_of(code) >= OFFLOAD
 
 
 def with_kind(code: Code, kind: int) -> Code:

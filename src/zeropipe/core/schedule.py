@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from zeropipe.core.action import Step
-from zeropipe.core.packed import PackedRows, pack, unpack
+from zeropipe.core.packed import PackedRows, is_offloading, pack, unpack
 from zeropipe.core.placement import Placement, Problem, require_problem
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
@@ -47,13 +47,17 @@ class Rows(Sequence[tuple[Step, ...]]):
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """The order of actions on every rank. `rows[rank]` is a tuple of Action and Overlap; `str()` gives `0F0 ...`."""
+    """The order of actions on every rank. `rows[rank]` is a tuple of Action and Overlap; `str()` gives `0F0 ...`.
+
+    `packed` has the computations only, in the same order as `rows`.
+    """
 
     problem: Problem
     placement: Placement
     packed: PackedRows
     name: str = field(default="custom", compare=False)
     rebuild: Callable[[int], Schedule] | None = field(default=None, compare=False)  # by number of microbatches
+    offloading: PackedRows | None = None  # the rows with their OFFLOAD and RELOAD; None without any
 
     @staticmethod
     def of(problem: Problem, placement: Placement, rows: Iterable[Iterable[Step]], name: str = "custom") -> Schedule:
@@ -61,11 +65,20 @@ class Schedule:
         require_problem(problem)
         if not isinstance(placement, Placement):
             raise ConfigError(f"placement={short(placement)}: must be a zp.Placement, like zp.linear(problem)")
-        return Schedule(problem, placement, PackedRows.of(pack(row) for row in rows), name)
+        return Schedule.of_packed(problem, placement, PackedRows.of(pack(row) for row in rows), name)
+
+    @staticmethod
+    def of_packed(problem: Problem, placement: Placement, rows: PackedRows, name: str = "custom") -> Schedule:
+        """A schedule from packed rows, which may have OFFLOAD and RELOAD."""
+        if not any(map(is_offloading, rows.view)):
+            return Schedule(problem, placement, rows, name)
+        ranks = range(len(rows.offsets) - 1)
+        computations = PackedRows.of([code for code in rows.row(rank) if not is_offloading(code)] for rank in ranks)
+        return Schedule(problem, placement, computations, name, offloading=rows)
 
     @property
     def rows(self) -> Rows:
-        return Rows(self.packed)
+        return Rows(self.offloading or self.packed)
 
     @property
     def num_actions(self) -> int:

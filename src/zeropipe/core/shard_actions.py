@@ -183,7 +183,7 @@ def check_kernel(codes: Ints, offsets: Ints, num_stages: int, held: HeldStages, 
             kind, stage = kind_of(codes[at]), stage_of(codes[at])
             if kind > W and at > begin and is_joined(codes[at - 1]):
                 return at, _INSIDE_OVERLAP
-            if kind >= UNSHARD:
+            if UNSHARD <= kind <= REDUCE_GRAD:
                 if stage >= num_stages or state.rank[stage] != rank:
                     return at, _WRONG_RANK
                 state.is_sharded[stage] = 1

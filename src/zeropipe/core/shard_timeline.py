@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from zeropipe.core.action import REDUCE_GRAD, RESHARD, UNSHARD, Action, W
+from zeropipe.core.action import REDUCE_GRAD, UNSHARD, Action, W
 from zeropipe.core.jit import Arrays, Floats, Ints
 from zeropipe.core.packed import PackedRows, decode, kind_of, stage_of
 from zeropipe.core.schedule import Schedule
@@ -41,48 +40,12 @@ class Sharding(NamedTuple):
         return min(memoryview(self.start).cast("d")[begin:stop]), max(memoryview(self.end).cast("d")[begin:stop])
 
 
-def extract_sharding(
-    xp: Arrays, num_actions: int, rows: PackedRows, sizes_of: Sequence[Sequence[float]], units: int, *columns: Floats
-) -> tuple[tuple[Floats, ...], Sharding]:
-    """Separate the columns of `rows` (start and end first) into those of its computations and its Sharding.
-
-    `sizes_of` are the sizes of each stage's full weights and full gradients.
-    """
-    codes = xp.ints(rows.codes)
-    counts = xp.full_ints(len(rows.offsets) - 1)
-    xp.call(count_kernel, codes, xp.list_ints(rows.offsets), counts)
-    offsets = tuple(accumulate(map(int, counts), initial=0))
-    computed = tuple(xp.full_floats(num_actions) for _ in columns)
-    event_codes = xp.full_ints(offsets[-1])
-    events = tuple(xp.full_floats(offsets[-1]) for _ in columns)
-    for column, computed_column, event_column in zip(columns, computed, events, strict=True):
-        xp.call(extract_kernel, codes, column, computed_column, event_column, event_codes)
-    packed = PackedRows(xp.int_bytes(event_codes), offsets)
+def sharding_of(
+    packed: PackedRows, start: bytes, end: bytes, sizes_of: Sequence[Sequence[float]], units: int
+) -> Sharding:
+    """The gathers and reductions of packed rows. `sizes_of`: of each stage's full weights and full gradients."""
     sizes = array("d", (sizes_of[kind_of(code) == REDUCE_GRAD][stage_of(code)] for code in packed.view))
-    return computed, Sharding(packed, xp.float_bytes(events[0]), xp.float_bytes(events[1]), sizes.tobytes(), units)
-
-
-def count_kernel(codes: Ints, offsets: Ints, counts: Ints) -> None:
-    """The number of UNSHARD and REDUCE_GRAD of each rank."""
-    for rank in range(len(offsets) - 1):
-        for at in range(offsets[rank], offsets[rank + 1]):
-            if kind_of(codes[at]) > W and kind_of(codes[at]) != RESHARD:
-                counts[rank] += 1
-
-
-def extract_kernel(codes: Ints, column: Floats, computed: Floats, events: Floats, event_codes: Ints) -> None:
-    """Copy the entries of computations, and those of UNSHARD and REDUCE_GRAD, to separate columns."""
-    num_computed = 0
-    num_events = 0
-    for at in range(len(codes)):
-        kind = kind_of(codes[at])
-        if kind <= W:
-            computed[num_computed] = column[at]
-            num_computed += 1
-        elif kind != RESHARD:
-            events[num_events] = column[at]
-            event_codes[num_events] = codes[at]
-            num_events += 1
+    return Sharding(packed, start, end, sizes.tobytes(), units)
 
 
 def find_gathers(xp: Arrays, schedule: Schedule, starts: bytes, sharding: Sharding) -> tuple[Floats, Floats]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from zeropipe.core import notebook
 from zeropipe.core.action import Action, Kind
 from zeropipe.core.jit import Floats, Ints, arrays
+from zeropipe.core.offload_timeline import Offloading
 from zeropipe.core.overlap import walk_step
 from zeropipe.core.packed import decode, is_joined
 from zeropipe.core.phases import Phases, PhaseSpan
@@ -72,6 +73,7 @@ class Timeline:
     sharding: Sharding | None = None  # gathers and reductions of sharded stages
     origin: Origin | None = None  # of a recorded run, if known
     phases: Phases | None = None  # of the layers of each stage, if they are known
+    offloading: Offloading | None = None  # copies of activations to the host and back
 
     @property
     def num_ranks(self) -> int:
@@ -117,6 +119,18 @@ class Timeline:
         """The gathers and reductions of `rank`, in order."""
         for action, first, last in self.sharding.events(rank) if self.sharding else ():
             yield Span(rank, action, first, last)
+
+    def offloading_spans(self, rank: int) -> Iterator[Span]:
+        """The copies of `rank` to and from its host, in order."""
+        for action, first, last in self.offloading.events(rank) if self.offloading else ():
+            yield Span(rank, action, first, last)
+
+    @property
+    def peak_host_memory(self) -> tuple[float, ...]:
+        """The most that each rank has on its host."""
+        if self.offloading is None:
+            return (0.0,) * self.num_ranks
+        return tuple(map(self.offloading.peak_host_memory, range(self.num_ranks)))
 
     @cached_property
     def _stats(self) -> tuple[list[float], list[float], list[float], list[float]]:

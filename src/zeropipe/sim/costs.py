@@ -114,6 +114,9 @@ class Costs:
     A stage is gathered and reduced in `units` of equal size: F starts with the first of them, and within the last W
     each is reduced when it is complete. With "regather", `gathered_weights` are in memory, of two units by default.
 
+    An OFFLOAD copies `offload_size` to the host, on one lane per rank; a RELOAD copies it back on another one. Memory
+    falls when the OFFLOAD has ended and rises at the RELOAD.
+
     `phases` are those of the layers of each stage: attention, dispatch, experts, combine. They are a part of f, i and
     w, which are their sums by default, and the time of an Overlap follows from them. Dispatch and combine are times, or
     with `exchange_bandwidth` bytes; under way, they take `sm_tax` of the GPU from computations.
@@ -161,6 +164,23 @@ class Costs:
         "bandwidth", None, "Bytes per unit of time between ranks that share stages; no limit by default."
     )
     units: int = _field("integer", 1, "FSDP units in which a stage is gathered and reduced.", max_value=10_000)
+    offload_size: PerStage | None = _field(
+        "per stage", None, "Memory that an OFFLOAD copies to the host and frees; activation by default."
+    )
+    offload_time: PerStage | None = _field(
+        "per stage",
+        None,
+        "Time to copy activations to the host; offload_size / offload_bandwidth by default.",
+    )
+    reload_time: PerStage | None = _field(
+        "per stage", None, "Time to copy them back; offload_size / reload_bandwidth by default."
+    )
+    offload_bandwidth: float | None = _field(
+        "bandwidth", None, "Bytes per unit of time from a device to its host; no limit by default."
+    )
+    reload_bandwidth: float | None = _field(
+        "bandwidth", None, "Bytes per unit of time from the host to the device; offload_bandwidth by default."
+    )
     phases: Sequence[Any] | None = _field("phases", None, "Phases of layers, by stage.")
     exchange_bandwidth: float | None = _field(
         "bandwidth", None, "Bytes per unit of time of dispatch and combine; without it they are times."
@@ -264,9 +284,14 @@ class Costs:
         if name in ("unshard", "reduce"):
             sizes = self.column("full_weights" if name == "unshard" else "full_gradients", num_stages)
             return [size / self.shard_bandwidth if self.shard_bandwidth else 0.0 for size in sizes]
+        if name in ("offload_time", "reload_time"):
+            bandwidth = self.offload_bandwidth
+            if name == "reload_time" and self.reload_bandwidth is not None:
+                bandwidth = self.reload_bandwidth
+            return [size / bandwidth if bandwidth else 0.0 for size in self.column("offload_size", num_stages)]
         if name == "gathered_weights":
             return [min(2, self.units) / self.units * size for size in self.column("full_weights", num_stages)]
-        return self.column("workspace" if name == "i_workspace" else "activation", num_stages)  # the latter for stash
+        return self.column("workspace" if name == "i_workspace" else "activation", num_stages)  # stash, offload_size
 
     def with_reserved_workspace(self, placement: Placement) -> Costs:
         """The same costs with the largest workspace of each rank resident all the time.
@@ -331,6 +356,7 @@ PHASE_FIELDS = ("phases", "exchange_bandwidth", "sm_tax")
 _ROUNDING = 1e-9  # of sums
 WORKSPACES = ("workspace", "i_workspace")  # of the action that runs: stages on one rank share it
 SHARD_COLUMNS = ("unshard", "reduce", "full_weights", "gathered_weights", "full_gradients")
+OFFLOAD_COLUMNS = ("offload_time", "reload_time", "offload_size")
 SHARD_FIELDS = (*SHARD_COLUMNS, "shard_bandwidth", "units")
 TIME_FIELDS = ("f", "i", "w", "b", "overlap")
 

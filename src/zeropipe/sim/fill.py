@@ -94,6 +94,8 @@ def divide_weights(schedule: Schedule, weight_parts: int) -> Schedule:
     """`schedule` with every W in `weight_parts` equal parts, in sequence."""
     if type(weight_parts) is not int or not 1 <= weight_parts <= MAX_WEIGHT_PARTS:
         raise ConfigError(f"weight_parts={weight_parts!r}: must be an integer from 1 to {MAX_WEIGHT_PARTS}")
+    if schedule.offloading is not None:
+        raise ConfigError(f"{schedule.name} has OFFLOAD and RELOAD, whose places depend on the others: fill gaps first")
     present = schedule.problem.num_weight_parts
     if present != 1:
         raise ConfigError(f"{schedule.name} has W in {present} parts already: must be undivided")

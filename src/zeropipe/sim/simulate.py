@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
-from zeropipe.core.action import RESHARD, UNSHARD, B, F, I, W
+from zeropipe.core.action import COMPUTE, OFFLOAD, OFFLOADING, RESHARD, UNSHARD, B, F, I, Kind, W
 from zeropipe.core.complete import check_complete
 from zeropipe.core.deadlock import build_deadlock_error
 from zeropipe.core.jit import Arrays, Floats, Ints, arrays
 from zeropipe.core.needs import Dependencies, build_dependencies, copy_offset, find_nonblocking_actions, message_index
-from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
+from zeropipe.core.offload_actions import merge_offloading
+from zeropipe.core.offload_timeline import offloading_of
+from zeropipe.core.packed import PackedRows, is_joined, is_offloading, kind_of, microbatch_of, stage_of
 from zeropipe.core.phases import Phases
 from zeropipe.core.schedule import Schedule, require_schedule
+from zeropipe.core.select_rows import select_rows
 from zeropipe.core.shard_actions import with_shards
-from zeropipe.core.shard_timeline import extract_sharding
+from zeropipe.core.shard_timeline import sharding_of
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.sim.costs import Costs, require_stage_costs
 from zeropipe.sim.tables import (
     CostTables,
+    OffloadTables,
     ShardTables,
     build_cost_tables,
+    build_offload_tables,
     build_shard_tables,
     constant_memory,
     phase_saving,
@@ -64,6 +70,16 @@ class ShardState(NamedTuple):
     next_reducing: Ints  # by slot
 
 
+class OffloadState(NamedTuple):
+    """Copies under way. A slot is a microbatch of a stage."""
+
+    num_microbatches: int  # 0 without any copies
+    out_free: Floats  # by rank: when its lane to the host is free
+    in_free: Floats  # by rank: when its lane from the host is free
+    copied: Floats  # by slot: when its OFFLOAD or RELOAD has ended
+    num_freed: Ints  # by rank: the index of the first action that may be an OFFLOAD whose memory is not yet free
+
+
 class Columns(NamedTuple):
     """The times and memory levels of each action."""
 
@@ -82,6 +98,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = require_stage_costs(costs)
     check_complete(schedule)
     rows = schedule.packed if costs.shards is None else with_shards(schedule, costs.shards)
+    rows = merge_offloading(schedule, rows)
     xp, num_ranks = arrays(rows.num_codes), schedule.num_ranks
     deps, tables = build_dependencies(xp, schedule, rows), build_cost_tables(xp, schedule, costs)
     results = Results(
@@ -95,19 +112,25 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         stack=xp.full_ints(num_ranks),
     )  # fmt: skip
     shard_state = _create_shard_state(xp, num_ranks, 2 * schedule.num_stages if costs.shards else 0)
+    offload_state = _create_offload_state(xp, schedule, rows)
     start, end, during, after = (xp.full_floats(rows.num_codes) for _ in range(4))
     columns = Columns(start=start, end=end, during=during, after=after)
     if not xp.call(
-        simulate_kernel, deps, tables, build_shard_tables(xp, schedule, costs), xp.full_floats(tables.num_edges),
-        results, ranks, shard_state, columns,
+        simulate_kernel, deps, tables, build_shard_tables(xp, schedule, costs),
+        build_offload_tables(xp, schedule, costs), xp.full_floats(tables.num_edges),
+        results, ranks, shard_state, offload_state, columns,
     ):  # fmt: skip
         done = xp.list_ints([int(time >= 0) for time in results.ended])
         raise build_deadlock_error(schedule, deps, ranks.position, done)
-    sharding = None
+    sharding = offloading = None
     if costs.shards is not None:
         sizes = [costs.column(name, schedule.num_stages) for name in ("full_weights", "full_gradients")]
-        computed, sharding = extract_sharding(xp, schedule.num_actions, rows, sizes, costs.units, *columns)
-        columns = Columns(*computed)
+        sharding = sharding_of(*_select_events(xp, rows, (Kind.UNSHARD, Kind.REDUCE_GRAD), columns), sizes, costs.units)
+    if schedule.offloading is not None:
+        size = costs.column("offload_size", schedule.num_stages)
+        offloading = offloading_of(*_select_events(xp, rows, OFFLOADING, columns), size)
+    if rows.num_codes > schedule.num_actions:
+        columns = Columns(*select_rows(xp, rows, COMPUTE, *columns)[1])
     return Timeline(
         schedule,
         start=xp.float_bytes(columns.start),
@@ -119,8 +142,26 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         blocking=costs.blocking,
         blocking_ends=costs.blocking_ends,
         sharding=sharding,
+        offloading=offloading,
         phases=None if costs.phases is None else Phases(tuple(costs.stage_phases(schedule.num_stages)), costs.sm_tax),
     )
+
+
+def _select_events(
+    xp: Arrays, rows: PackedRows, kinds: Collection[Kind], columns: Columns
+) -> tuple[PackedRows, bytes, bytes]:
+    """The actions of these kinds, their starts and their ends."""
+    packed, (start, end) = select_rows(xp, rows, kinds, columns.start, columns.end)
+    return packed, xp.float_bytes(start), xp.float_bytes(end)
+
+
+def _create_offload_state(xp: Arrays, schedule: Schedule, rows: PackedRows) -> OffloadState:
+    num_microbatches = 0 if schedule.offloading is None else schedule.num_microbatches
+    return OffloadState(
+        num_microbatches=num_microbatches, out_free=xp.full_floats(schedule.num_ranks),
+        in_free=xp.full_floats(schedule.num_ranks), copied=xp.full_floats(schedule.num_stages * num_microbatches),
+        num_freed=xp.list_ints(rows.offsets[:-1]),
+    )  # fmt: skip
 
 
 def _create_shard_state(xp: Arrays, num_ranks: int, num_slots: int) -> ShardState:
@@ -134,8 +175,8 @@ def _create_shard_state(xp: Arrays, num_ranks: int, num_slots: int) -> ShardStat
 
 
 def simulate_kernel(
-    deps: Dependencies, costs: CostTables, shards: ShardTables, edge_free: Floats, results: Results, ranks: RankState,
-    shard_state: ShardState, columns: Columns,
+    deps: Dependencies, costs: CostTables, shards: ShardTables, offload: OffloadTables, edge_free: Floats, results:
+    Results, ranks: RankState, shard_state: ShardState, offload_state: OffloadState, columns: Columns,
 ) -> bool:  # fmt: skip
     """Run every rank as far as possible, in its own order; True if all reach their end.
 
@@ -151,6 +192,7 @@ def simulate_kernel(
     stack, position = ranks.stack, ranks.position
     start, end, during, after = columns.start, columns.end, columns.during, columns.after
     is_sharded = shard_state.num_slots > 0
+    is_offloaded = offload_state.num_microbatches > 0
     num_ranks = len(offsets) - 1
     for rank in range(num_ranks):
         stack[rank] = num_ranks - 1 - rank
@@ -163,6 +205,11 @@ def simulate_kernel(
         now = ranks.clock[rank]
         memory = ranks.memory[rank]
         while at < offsets[rank + 1]:
+            if is_offloaded and is_offloading(codes[at]):
+                memory = _run_copy(at, rank, now, memory, codes, offload, offload_state, columns)
+                remaining -= 1
+                at += 1
+                continue
             if is_sharded and kind_of(codes[at]) >= UNSHARD:
                 memory = _run_sharding_action(at, rank, now, memory, codes, costs, shards, shard_state, columns)
                 remaining -= 1
@@ -189,6 +236,8 @@ def simulate_kernel(
                 break
             duration = 0.0
             gathered = 0.0  # when all weights are gathered
+            if is_offloaded:
+                begin, memory = _wait_for_copies(at, last, rank, begin, memory, codes, offload, offload_state, columns)
             if is_sharded:
                 begin, gathered, memory = _use_sharded_stages(
                     at, last, rank, begin, memory, codes, costs, shards, shard_state
@@ -310,6 +359,49 @@ def _run_sharding_action(
     columns.during[at] = memory
     columns.after[at] = memory
     return memory
+
+
+def _run_copy(
+    at: int, rank: int, now: float, memory: float, codes: Ints, offload: OffloadTables, state: OffloadState, columns:
+    Columns,
+) -> float:  # fmt: skip
+    """Run an OFFLOAD or RELOAD on its lane, beside the rank's computations; returns its memory level."""
+    stage = stage_of(codes[at])
+    slot = stage * state.num_microbatches + microbatch_of(codes[at])
+    begin = now
+    if kind_of(codes[at]) == OFFLOAD:
+        begin = max(now, state.out_free[rank])
+        finish = begin + offload.offload[stage]
+        state.out_free[rank] = finish
+    else:
+        begin = max(now, state.in_free[rank], state.copied[slot])
+        finish = begin + offload.reload[stage]
+        state.in_free[rank] = finish
+        memory += offload.size[stage]
+    state.copied[slot] = finish
+    columns.start[at] = begin
+    columns.end[at] = finish
+    columns.during[at] = memory
+    columns.after[at] = memory
+    return memory
+
+
+def _wait_for_copies(
+    at: int, last: int, rank: int, begin: float, memory: float, codes: Ints, offload: OffloadTables, state:
+    OffloadState, columns: Columns,
+) -> tuple[float, float]:  # fmt: skip
+    """When the actions `at` to `last` can begin, and the memory level without what is on the host by then."""
+    for half in range(at, last + 1):
+        if kind_of(codes[half]) in (B, I):
+            slot = stage_of(codes[half]) * state.num_microbatches + microbatch_of(codes[half])
+            begin = max(begin, state.copied[slot])
+    first = state.num_freed[rank]
+    while first < at and (kind_of(codes[first]) != OFFLOAD or columns.end[first] <= begin):
+        if kind_of(codes[first]) == OFFLOAD:
+            memory -= offload.size[stage_of(codes[first])]
+        first += 1
+    state.num_freed[rank] = first
+    return begin, memory
 
 
 def _use_sharded_stages(

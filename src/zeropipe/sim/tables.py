@@ -11,7 +11,7 @@ from zeropipe.core.overlap import saved_time
 from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.phases import StagePhases
 from zeropipe.core.schedule import Schedule
-from zeropipe.sim.costs import SHARD_COLUMNS, WORKSPACES, Costs
+from zeropipe.sim.costs import OFFLOAD_COLUMNS, SHARD_COLUMNS, WORKSPACES, Costs
 
 
 class CostTables(NamedTuple):
@@ -45,6 +45,14 @@ class ShardTables(NamedTuple):
     gradients: Floats  # memory of full gradients
     first_rank: Ints  # the rank of the stage's first copy
     units: int
+
+
+class OffloadTables(NamedTuple):
+    """Costs of copies to the host and back, by stage."""
+
+    offload: Floats
+    reload: Floats
+    size: Floats  # the memory that is copied
 
 
 def build_cost_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> CostTables:
@@ -95,6 +103,11 @@ def build_shard_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> ShardTab
         gathered=xp.list_floats(gathered if costs.shards == "regather" else weights),
         gradients=xp.list_floats(gradients), first_rank=xp.list_ints(schedule.placement.copies[0]), units=costs.units,
     )  # fmt: skip
+
+
+def build_offload_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> OffloadTables:
+    """The tables of `schedule` under `costs` for its OFFLOAD and RELOAD."""
+    return OffloadTables(*(xp.list_floats(costs.column(name, schedule.num_stages)) for name in OFFLOAD_COLUMNS))
 
 
 def phase_saving(costs: CostTables, code: int, other: int) -> float:

@@ -1,7 +1,7 @@
 """torch.distributed.pipelining's CSV: one line per rank, one cell per step, empty cells ignored.
 
 Both of torch's forms are read: `compute_only`, and `compute_comms` with SEND, RECV, UNSHARD, RESHARD and REDUCE_GRAD.
-A W in n parts is n cells with the same text, an extension that torch does not have.
+Extensions that torch does not have: a W in n parts is n cells with the same text; OFFLOAD and RELOAD.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from zeropipe.core.action import COMPUTE, Action, Kind, Overlap, Step, actions_of, parse_step
+from zeropipe.core.action import COMPUTE, OFFLOADING, Action, Kind, Overlap, Step, actions_of, parse_step
 from zeropipe.core.formats.parse import require_text
 from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.placement import Placement, Problem, match_placement, require_num_actions
@@ -95,7 +95,8 @@ def _build_schedule(rows: list[list[Step]], name: str) -> Schedule:
     parts = Counter(weights.values()).most_common(1)[0][0] if weights else 1
     problem = Problem(len(rows), num_stages, num_microbatches, parts)
     require_num_actions(problem, num_actions)
-    return Schedule.of(problem, _infer_placement(problem, compute), compute, name)
+    kept = [[step for step in row if isinstance(step, Overlap) or step.kind in COMPUTE | OFFLOADING] for row in rows]
+    return Schedule.of(problem, _infer_placement(problem, compute), kept, name)
 
 
 def _ranked_actions(rows: list[list[Step]]) -> Iterator[tuple[int, Action]]:

@@ -13,6 +13,7 @@ from zeropipe.core.action import Kind, parse_action, parse_step
 from zeropipe.core.complete import check_actions
 from zeropipe.core.formats.parse import parse_json, require_text
 from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.core.offload_timeline import Offloading
 from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.phases import LayerPhases, Phases, PhaseTimes
 from zeropipe.core.placement import Placement, Problem, match_placement, require_num_actions, require_placement
@@ -96,7 +97,7 @@ def _parse_schedule(data: dict[str, Any]) -> Schedule:
     packed = PackedRows.of(pack(map(parse_step, row.split())) for row in rows)
     require_num_actions(problem, packed.num_codes)
     named = match_placement(placement.copies, placement.second_from, problem)
-    return Schedule(problem, named, packed, str(data["name"]))
+    return Schedule.of_packed(problem, named, packed, str(data["name"]))
 
 
 def _require_known_fields(data: dict[str, Any]) -> None:
@@ -138,6 +139,7 @@ def _timeline_to_data(timeline: Timeline) -> dict[str, Any]:
         "memory": memory and {"during": _floats(memory.during), "after": _floats(memory.after)},
         "sharding": timeline.sharding and _sharding_to_data(timeline.sharding),
         "origin": timeline.origin and asdict(timeline.origin),
+        **({} if timeline.offloading is None else {"offloading": _offloading_to_data(timeline.offloading)}),
         **({} if timeline.phases is None else {"phases": timeline.phases._asdict()}),
     }
 
@@ -146,6 +148,11 @@ def _sharding_to_data(sharding: Sharding) -> dict[str, Any]:
     rows = [" ".join(map(str, row)) for row in Rows(sharding.packed)]
     columns = {name: _floats(getattr(sharding, name)) for name in ("start", "end", "size")}
     return {"rows": rows, **columns, "units": sharding.units}
+
+
+def _offloading_to_data(offloading: Offloading) -> dict[str, Any]:
+    rows = [" ".join(map(str, row)) for row in Rows(offloading.packed)]
+    return {"rows": rows} | {name: _floats(getattr(offloading, name)) for name in ("start", "end", "size")}
 
 
 def _parse_timeline(data: dict[str, Any]) -> Timeline:
@@ -166,6 +173,7 @@ def _parse_timeline(data: dict[str, Any]) -> Timeline:
         blocking_ends=bool(data.get("blocking_ends")),
         sharding=_parse_sharding(data["sharding"], schedule) if data.get("sharding") else None,
         origin=_parse_origin(data["origin"], schedule.num_stages) if data.get("origin") else None,
+        offloading=_parse_offloading(data["offloading"], schedule) if data.get("offloading") else None,
         phases=_parse_phases(data["phases"], schedule.num_stages) if data.get("phases") else None,
     )
     for rank in range(schedule.num_ranks):
@@ -196,20 +204,32 @@ def _parse_column(num_actions: int, values: list[float]) -> bytes:
 
 
 def _parse_sharding(data: dict[str, Any], schedule: Schedule) -> Sharding:
+    events = _parse_events("sharding", data, schedule, (Kind.UNSHARD, Kind.REDUCE_GRAD))
+    return Sharding(*events, _positive_integer(data, "units"))
+
+
+def _parse_offloading(data: dict[str, Any], schedule: Schedule) -> Offloading:
+    return Offloading(*_parse_events("offloading", data, schedule, (Kind.OFFLOAD, Kind.RELOAD)))
+
+
+def _parse_events(
+    name: str, data: dict[str, Any], schedule: Schedule, kinds: tuple[Kind, Kind]
+) -> tuple[PackedRows, bytes, bytes, bytes]:
+    """Rows, starts, ends and sizes of actions that run beside the computations."""
     rows = [[parse_action(text) for text in row.split()] for row in data["rows"]]
     if len(rows) != schedule.num_ranks:
-        raise ScheduleError(f"sharding has {len(rows)} rows for {schedule.num_ranks} ranks")
+        raise ScheduleError(f"{name} has {len(rows)} rows for {schedule.num_ranks} ranks")
     for rank, row in enumerate(rows):
         for action in row:
-            if action.kind not in (Kind.UNSHARD, Kind.REDUCE_GRAD):
-                raise ScheduleError(f"sharding of rank {rank} has {action}: must be UNSHARD or REDUCE_GRAD")
+            if action.kind not in kinds:
+                raise ScheduleError(f"{name} of rank {rank} has {action}: must be {kinds[0].name} or {kinds[1].name}")
             if action.stage not in schedule.placement.stages_of(rank):
-                raise ScheduleError(f"sharding of rank {rank} has {action}: the placement puts no such stage there")
+                raise ScheduleError(f"{name} of rank {rank} has {action}: the placement puts no such stage there")
     packed = PackedRows.of(pack(row) for row in rows)
-    start, end, size = (_parse_column(packed.num_codes, data[name]) for name in ("start", "end", "size"))
+    start, end, size = (_parse_column(packed.num_codes, data[column]) for column in ("start", "end", "size"))
     if any(a > b for a, b in zip(memoryview(start).cast("d"), memoryview(end).cast("d"), strict=True)):
-        raise ScheduleError("sharding has an action that ends before it starts")
-    return Sharding(packed, start, end, size, _positive_integer(data, "units"))
+        raise ScheduleError(f"{name} has an action that ends before it starts")
+    return packed, start, end, size
 
 
 def _parse_phases(data: dict[str, Any], num_stages: int) -> Phases:

@@ -1,0 +1,259 @@
+"""Place OFFLOAD and RELOAD in a schedule by rule.
+
+Activations are chosen by the lifetime of their stage, the mean time from the end of F to the start of the backward: the
+longest first, as in PipeOffload (arXiv 2503.01328). They are in memory for the longest time, and leave the most time
+for the copies. Of a part of a stage's microbatches, those in memory at any time are about the same part. An OFFLOAD is
+directly after its F; a RELOAD is as late as the lane allows, so that it ends in time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from zeropipe.core.action import BACKWARD, Action, Kind, Step, actions_of
+from zeropipe.core.schedule import Schedule, require_schedule
+from zeropipe.core.timeline import ROUNDING, Timeline
+from zeropipe.core.units import size_text
+from zeropipe.errors import ConfigError, short
+from zeropipe.sim.costs import OFFLOAD_COLUMNS, Costs, require_stage_costs
+from zeropipe.sim.simulate import simulate
+
+
+class Stay(NamedTuple):
+    """The activations of a microbatch in a stage, from F to the backward."""
+
+    stage: int
+    microbatch: int
+    forward: int  # the step of its F in the row of its rank
+    backward: int  # the step of its B or I
+    ready: float  # the end of its F
+    due: float  # the start of its backward
+
+
+class Copied(NamedTuple):
+    """A stay whose activations go to the host. The RELOAD is before step `reload`."""
+
+    stay: Stay
+    reload: int
+    start: float  # of the RELOAD
+
+
+def with_offload(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    offload: str | float = "auto",
+) -> Schedule:
+    """The schedule with OFFLOAD and RELOAD of some activations, those of stages with long lifetimes first.
+
+    "auto" offloads all whose copies both hide behind computations under these costs. "fit" offloads as few as keep each
+    rank within `costs.memory_limit`. A share from 0 to 1 offloads that part of each rank's activations, hidden or not.
+    """
+    require_schedule(schedule)
+    costs = require_stage_costs(costs)
+    offload = parse_offload(offload)
+    plain = replace(schedule, offloading=None)
+    timeline = simulate(plain, costs)
+    ranks = [_Rank(timeline, costs, rank) for rank in range(schedule.num_ranks)]
+    if offload == "fit":
+        counts = _fit_counts(plain, costs, ranks)
+    elif offload == "auto":
+        counts = [rank.num_hidden for rank in ranks]
+    else:
+        counts = [rank.count_of_share(float(offload)) for rank in ranks]
+    placed = _place(plain, ranks, counts)
+    again = schedule.rebuild
+    if again is None:
+        return placed
+
+    def rebuild(num_microbatches: int) -> Schedule:
+        assert again is not None
+        return with_offload(again(num_microbatches), costs, offload)
+
+    return replace(placed, rebuild=rebuild)
+
+
+def parse_offload(value: object) -> str | float:
+    """The value of an option `offload`; ConfigError if it is none."""
+    if value in ("auto", "fit"):
+        return str(value)
+    try:
+        share = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else -1.0
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ConfigError(f"offload={short(value)}: must be auto, fit, or a share from 0 to 1 like 0.5")
+    return share
+
+
+class _Lane:
+    """The copies of a lane in the order in which they become ready: each starts when the one before has ended."""
+
+    def __init__(self) -> None:
+        self._order: list[tuple[float, int]] = []  # (ready, key)
+        self._durations: dict[int, float] = {}
+        self.ends: dict[int, float] = {}
+
+    def add(self, key: int, ready: float, duration: float) -> dict[int, float | None]:
+        """Insert a copy; returns the former ends of those that end at another time now."""
+        self._durations[key] = duration
+        insort(self._order, (ready, key))
+        at = bisect_right(self._order, (ready, key)) - 1
+        end = self.ends[self._order[at - 1][1]] if at else float("-inf")
+        changed: dict[int, float | None] = {}
+        for other_ready, other in self._order[at:]:
+            end = max(other_ready, end) + self._durations[other]
+            if self.ends.get(other) == end:
+                break
+            changed[other] = self.ends.get(other)
+            self.ends[other] = end
+        return changed
+
+    def undo(self, key: int, ready: float, changed: dict[int, float | None]) -> None:
+        """Remove the copy that was inserted last."""
+        self._order.remove((ready, key))
+        for other, end in changed.items():
+            if end is None:
+                del self.ends[other]
+            else:
+                self.ends[other] = end
+
+
+class _Rank:
+    """The stays of one rank in the order in which they are chosen: those whose copies hide, then the others."""
+
+    def __init__(self, timeline: Timeline, costs: Costs, rank: int) -> None:
+        num_stages = timeline.schedule.num_stages
+        self._offload, self._reload, self._size = (costs.column(name, num_stages) for name in OFFLOAD_COLUMNS)
+        steps = list(timeline.steps(rank))
+        self._starts, self._ends = [step[0].start for step in steps], [step[0].end for step in steps]
+        self._out, self._in = _Lane(), _Lane()  # the second one in reversed time: as late as possible
+        stays = _find_stays(timeline, rank)
+        self._total = sum(self._size[stay.stage] for stay in stays)
+        hidden = [copied for key, stay in enumerate(stays) if (copied := self._hide(key, stay)) is not None]
+        self.num_hidden = len(hidden)
+        chosen = {copied.stay for copied in hidden}
+        starts = {stay: -self._in.ends[key] for key, stay in enumerate(stays) if stay in chosen}
+        hidden = [Copied(stay, self._last_step_before(starts[stay]), starts[stay]) for stay in starts]
+        others = [copied for stay in stays if stay not in chosen and (copied := self._expose(stay)) is not None]
+        self.copies = [*_spread(hidden), *_spread(others)]
+
+    def count_of_share(self, share: float) -> int:
+        """How many of the copies are that share of the rank's activations."""
+        wanted, size = share * self._total * ROUNDING, 0.0
+        for count, copied in enumerate(self.copies):
+            size += self._size[copied.stay.stage]
+            if size > wanted:
+                return count
+        return len(self.copies)
+
+    def _hide(self, key: int, stay: Stay) -> Copied | None:
+        """The copies of a stay if they and those chosen before hide, and a step runs while it is on the host."""
+        out = self._out.add(key, stay.ready, self._offload[stay.stage])
+        back = self._in.add(key, -stay.due, self._reload[stay.stage])
+        start = -self._in.ends[key]
+        reload = self._last_step_before(start)
+        is_useful = reload - 1 > stay.forward and self._out.ends[key] <= self._starts[reload - 1] * ROUNDING
+        if is_useful and all(self._out.ends[one] <= -self._in.ends[one] * ROUNDING for one in {*out, *back}):
+            return Copied(stay, reload, start)
+        self._out.undo(key, stay.ready, out)
+        self._in.undo(key, -stay.due, back)
+        return None
+
+    def _expose(self, stay: Stay) -> Copied | None:
+        """The copies of a stay without regard to others; None if no step is between F and the backward."""
+        if stay.backward - stay.forward < 2:
+            return None
+        start = stay.due - self._reload[stay.stage]
+        return Copied(stay, max(stay.forward + 2, self._last_step_before(start)), start)
+
+    def _last_step_before(self, time: float) -> int:
+        """The step before which a copy is put that shall start at a time: all steps before that one have ended."""
+        return bisect_right(self._ends, time * ROUNDING)
+
+
+def _find_stays(timeline: Timeline, rank: int) -> list[Stay]:
+    """The stays of a rank: of stages with the longest mean lifetime first, in the order of F."""
+    forwards: dict[tuple[int, int], tuple[int, float]] = {}
+    stays: list[Stay] = []
+    for index, step in enumerate(timeline.steps(rank)):
+        for _, action, start, end in step:
+            key = action.stage, action.microbatch
+            if action.kind is Kind.F:
+                forwards[key] = index, end
+            elif action.kind in BACKWARD:
+                forward, ready = forwards[key]
+                stays.append(Stay(*key, forward, index, ready, start))
+    lifetimes: dict[int, list[float]] = defaultdict(list)
+    for stay in stays:
+        lifetimes[stay.stage].append(stay.due - stay.ready)
+    means = {stage: sum(times) / len(times) for stage, times in lifetimes.items()}
+    return sorted(stays, key=lambda stay: (-means[stay.stage], stay.forward))
+
+
+def _spread(copies: Sequence[Copied]) -> list[Copied]:
+    """The copies by stages in their order; any first ones of a stage are spread over its microbatches."""
+    stages: dict[int, list[Copied]] = defaultdict(list)
+    for copied in copies:
+        stages[copied.stay.stage].append(copied)
+    return [own[index] for own in stages.values() for index in sorted(range(len(own)), key=_reverse_bits)]
+
+
+def _reverse_bits(number: int) -> float:
+    """The binary digits of a number after the point, the last one first: 1 is 0.5, 2 is 0.25, 3 is 0.75."""
+    value, digit = 0.0, 0.5
+    while number:
+        value += digit * (number & 1)
+        number, digit = number >> 1, digit / 2
+    return value
+
+
+def _place(schedule: Schedule, ranks: Sequence[_Rank], counts: Sequence[int]) -> Schedule:
+    """The schedule with the first copies of each rank."""
+    rows = [_place_row(row, rank.copies[:count]) for row, rank, count in zip(schedule.rows, ranks, counts, strict=True)]
+    return replace(Schedule.of(schedule.problem, schedule.placement, rows, schedule.name), rebuild=schedule.rebuild)
+
+
+def _place_row(row: Sequence[Step], copies: Sequence[Copied]) -> list[Step]:
+    offloaded = {(copied.stay.stage, copied.stay.microbatch) for copied in copies}
+    reloads: dict[int, list[Action]] = defaultdict(list)
+    for copied in sorted(copies, key=lambda copied: (copied.start, copied.stay.due)):
+        reloads[copied.reload].append(Action(copied.stay.stage, Kind.RELOAD, copied.stay.microbatch))
+    placed: list[Step] = []
+    for index, step in enumerate(row):
+        placed += [*reloads[index], step]
+        for action in actions_of([step]):
+            if action.kind is Kind.F and (action.stage, action.microbatch) in offloaded:
+                placed.append(action._replace(kind=Kind.OFFLOAD))
+    return placed
+
+
+def _fit_counts(schedule: Schedule, costs: Costs, ranks: Sequence[_Rank]) -> list[int]:
+    """The fewest copies of each rank that keep it within the limit; ConfigError if all of them do not."""
+    limit = costs.memory_limit
+    if limit is None:
+        raise ConfigError("offload='fit' has no limit to keep: set memory_limit in the costs, or use 'auto'")
+
+    def peaks(counts: Sequence[int]) -> tuple[float, ...]:
+        return simulate(_place(schedule, ranks, counts), costs).peak_memory
+
+    low, high = [0] * len(ranks), [len(rank.copies) for rank in ranks]
+    fits: Callable[[float], bool] = lambda peak: peak <= limit * ROUNDING  # noqa: E731
+    least = peaks(high)
+    for rank, peak in enumerate(least):
+        if not fits(peak):
+            raise ConfigError(
+                f"offload='fit': rank {rank} needs {size_text(peak, costs.memory_unit)} with all activations offloaded "
+                f"that can be, which is more than memory_limit={size_text(limit, costs.memory_unit)}"
+            )
+    while any(a < b for a, b in zip(low, high, strict=True)):
+        middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
+        for rank, peak in enumerate(peaks(middle)):
+            if fits(peak):
+                high[rank] = middle[rank]
+            else:
+                low[rank] = min(high[rank], middle[rank] + 1)
+    return high
