@@ -262,16 +262,16 @@ costs = combine(
         help="Divide every W into this number of parts, and fill gaps with them.",
     ),
     option(
-        "--offload", metavar="MODE", group="Costs",
-        help="Copy activations to the host and back: auto (all that takes no time), fit (as few as keep the memory "
-        "limit), or a share from 0 to 1.",
-    ),
-    option(
         "--help-costs", is_flag=True, is_eager=True, expose_value=False, callback=print_cost_help, group="Costs",
         help="Describe the options of single costs, and exit.",
     ),
     *(one(_LAYER_COSTS) for one in (_ac, _microbatch, _tp, _sequence_parallel, _layers, _balance)),
     *(_cost_option(name) for name in COSTS if name != "memory_limit"),
+)  # fmt: skip
+offload = option(
+    "--offload", metavar="MODE", group="Costs",
+    help="Copy activations to the host and back: auto (all that takes no time), fit (as few as keep the memory limit), "
+    "or a share from 0 to 1.",
 )  # fmt: skip
 
 # pictures

@@ -49,6 +49,7 @@ def list_schedules(as_json: bool) -> None:
 @opt.json
 @opt.size
 @opt.costs
+@opt.offload
 def show(schedule: str, as_json: bool, **values: Any) -> None:
     """Draw a schedule in the terminal.
 
@@ -81,6 +82,7 @@ def show(schedule: str, as_json: bool, **values: Any) -> None:
 @opt.size
 @opt.looks
 @opt.costs
+@opt.offload
 def draw(schedule: str, out: str, comms: bool, as_json: bool, **values: Any) -> None:
     """Write a schedule to a file: a picture, a page, a trace, or its text.
 
