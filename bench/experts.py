@@ -45,7 +45,7 @@ from zeropipe.core.overlap import find_best_order, walk_pair
 from zeropipe.core.phases import LayerPhases, PhaseTimes
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, hf_model, hf_stages, parallelize
-from zeropipe.engine.backward import splitters, turn_times
+from zeropipe.engine.backward import splitters, turn_times, turns
 from zeropipe.engine.run.launch import LocalRanks, launch
 from zeropipe.engine.torch_private import comm as torch_comm
 
@@ -120,6 +120,32 @@ def keep_times(found: dict[Any, float]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def measure_waits(waits: dict[str, list[tuple[Any, Any]]]) -> Iterator[None]:
+    """Record when the stream begins and ends to wait for each message, by message; on a GPU."""
+    finish, resume = torch_comm.finish, turns.resume
+    last: list[Any] = []
+
+    def timed_finish(pending: Tensor) -> Tensor:
+        events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        events[0].record()
+        result = finish(pending)
+        events[1].record()
+        last[:] = [events]
+        if pending.dtype == torch.int32:
+            waits.setdefault("counts", []).append(events)
+        return result
+
+    def timed_resume(message: str) -> None:
+        side = {None: "alone", turns_first: "B"}.get(turns.running(), "F")
+        waits.setdefault(f"{message} {side}", []).append(last[0])
+        resume(message)
+
+    turns_first = turn_times.BACKWARD
+    with mock.patch.object(torch_comm, "finish", timed_finish), mock.patch.object(turns, "resume", timed_resume):
+        yield
+
+
 def walk(seconds: dict[Any, float], link: float, num_layers: int) -> tuple[float, str]:
     """What an Overlap of two stages saves in the best order, and its phases in words. `link`: seconds of a message."""
     forward, dispatch, combine = turn_times.FORWARD, turn_times.DISPATCH, turn_times.COMBINE
@@ -170,6 +196,16 @@ def measure_ways(args: argparse.Namespace) -> tuple[dict[str, tuple[float, float
                 engine.train_step(data, CausalLMLoss())
                 synchronize(args.device)
                 times.append(time.perf_counter() - start)
+            if way == "overlap" and args.device == "cuda":
+                for parameter in engine.parameters():
+                    parameter.grad = None
+                waits: dict[str, list[tuple[Any, Any]]] = {}
+                with measure_waits(waits):
+                    engine.train_step(data, CausalLMLoss())
+                synchronize(args.device)
+                waited = {name: sum(a.elapsed_time(b) for a, b in events) for name, events in waits.items()}
+                if rank == 0:
+                    print("rank 0's stream waits, ms of a step:", {name: round(ms) for name, ms in waited.items()})
             norm = engine.grad_norm()
             gradients = [parameter.grad for parameter in engine.parameters() if parameter.grad is not None]
             first = [gradient.clone() for gradient in gradients] if way == "apart" else first
