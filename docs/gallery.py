@@ -10,6 +10,7 @@ from zeropipe.core.units import number, percent
 from zeropipe.schedules.registry import Entry, entries
 
 RANKS, MICROBATCHES = 4, 8
+SLICES = 4  # of each microbatch, of the schedules that are made for them
 POINTS = 16.0  # per unit of time: pictures can be compared with each other
 HEAD = f"""# Gallery
 
@@ -38,7 +39,11 @@ This page is written by `make gallery`.
 # the families, and how a schedule is known to belong to one
 FAMILIES = (
     ("Full backward", "B is one action: the gradients of inputs and weights together.",
-     lambda entry: not entry.splits_backward and not entry.overlaps),
+     lambda entry: not entry.splits_backward and not entry.overlaps and not entry.sliced),
+    ("Slices", f"The sequences of each microbatch are divided into {SLICES} slices, each with an F and a B of its own, "
+     "which take a quarter of the time and the memory here. A slice attends to the slices before it, so forwards run "
+     "in order, and backwards in the opposite one. See [long sequences](long-sequences.md#slices).",
+     lambda entry: entry.sliced),
     ("Split backward", "B is two actions: I, which the previous stage waits for, and W, which no other rank needs.",
      lambda entry: entry.splits_backward and not entry.overlaps),
     ("Overlapped", "An F and a B of another microbatch run together as one step: the communication inside one of them "
@@ -60,6 +65,10 @@ LOOK = {
     "the next wave begins.",
     "chimera": "Microbatches 0 to 3 enter at rank 0 (light), 4 to 7 at rank 3 (dark); each direction runs in the gaps "
     "of the other. Each rank holds the weights of two stages, one of each copy.",
+    "seq1f1b": "1F1B of slices: rank 0 keeps seven of them, 1.75 microbatches where 1F1B keeps 4, and the bubble is a "
+    "quarter of 1F1B's.",
+    "slimpipe": "All slices of a microbatch, and two more for each later rank. With several stages per rank and more "
+    "slices, that is hardly more than one microbatch.",
     "zb-h1": "1F1B, with each W where 1F1B waits: a third of the idle time is left.",
     "zb-h2": "Seven forwards come first on rank 0, instead of four. No rank is idle between its first and its last "
     "action, and seven microbatches are kept.",
@@ -78,7 +87,8 @@ LOOK = {
 def timelines() -> dict[str, zp.Timeline]:
     made = {}
     for entry in entries():
-        schedule = zp.build(entry.name, ranks=RANKS, microbatches=MICROBATCHES)
+        slices = {"slices": SLICES} if entry.sliced else {}
+        schedule = zp.build(entry.name, ranks=RANKS, microbatches=MICROBATCHES, **slices)
         made[entry.name] = zp.simulate(schedule, zp.Costs().regroup(schedule.problem))
     return made
 
@@ -131,6 +141,7 @@ def write(folder: Path) -> None:
         labels = "action" if name == "one-microbatch" else "microbatch"
         zp.draw(concept, pictures / f"concept-{name}.svg", width=600, labels=labels, memory=name == "memory")
     zp.draw([runs[name] for name in ("gpipe", "1f1b", "zb-h1", "zbv")], pictures / "four-steps.svg")
+    zp.draw([runs[name] for name in ("1f1b", "seq1f1b")], pictures / "slices.svg", memory=True)
     many = zp.build("zbv", ranks=8, microbatches=96)
     zp.draw(zp.simulate(many, zp.Costs().regroup(many.problem)), pictures / "many-microbatches.svg")
     (folder / "gallery.md").write_text(HEAD + "".join(rows) + "".join(sections), "utf-8")

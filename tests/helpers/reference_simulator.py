@@ -7,16 +7,17 @@ def actions_of(step):
     return list(step) if isinstance(step, Overlap) else [step]
 
 
-def reference_needs(action, num_stages):
+def reference_needs(action, num_stages, num_slices=1):
     """The needs of an action, each a set of actions of which one must be done."""
-    stage, kind, microbatch = action
-    if kind is Kind.F:
-        return [{Action(stage - 1, Kind.F, microbatch)}] if stage else []
+    stage, kind, microbatch, slice_ = action
     if kind is Kind.W:
-        return [{Action(stage, Kind.I, microbatch)}]
-    needs = [{Action(stage, Kind.F, microbatch)}]
-    if stage + 1 < num_stages:
-        needs.append({Action(stage + 1, Kind.I, microbatch), Action(stage + 1, Kind.B, microbatch)})
+        return [{Action(stage, Kind.I, microbatch, slice_)}]
+    needs = [] if kind is Kind.F else [{Action(stage, Kind.F, microbatch, slice_)}]
+    kinds, way = ((Kind.F,), -1) if kind is Kind.F else ((Kind.I, Kind.B), 1)
+    if 0 <= stage + way < num_stages:
+        needs.append({Action(stage + way, one, microbatch, slice_) for one in kinds})
+    if slice_ is not None and 0 <= slice_ + way < num_slices:
+        needs.append({Action(stage, one, microbatch, slice_ + way) for one in kinds})
     return needs
 
 
@@ -33,7 +34,7 @@ def reference_simulate(schedule, duration, latency=lambda source, target: 0.0):
                 actions = actions_of(row[position[rank]])
                 start = clock[rank]
                 for action in actions:
-                    for choices in reference_needs(action, schedule.num_stages):
+                    for choices in reference_needs(action, schedule.num_stages, schedule.num_slices):
                         done = [c for c in choices if c in times]
                         if not done:
                             start = None

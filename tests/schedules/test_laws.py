@@ -63,7 +63,7 @@ def test_the_laws_without_the_checker(entry, ranks, microbatches):
     found = Counter(action for row in rows for action in actions_of(row))
     assert set(found.values()) == {1}
     for stage, microbatch in product(range(schedule.num_stages), range(microbatches)):
-        kinds = "".join(k.name for k in zp.Kind if (stage, k, microbatch) in found)
+        kinds = "".join(k.name for k in zp.Kind if zp.Action(stage, k, microbatch) in found)
         assert kinds in ("FB", "FIW")
     for rank, row in enumerate(rows):
         for step in row:

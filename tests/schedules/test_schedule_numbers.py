@@ -1,8 +1,11 @@
 """Simulated = published: tables and formulas of the papers, in the conventions they use."""
 
+from dataclasses import replace
+
 import pytest
 
 import zeropipe as zp
+from zeropipe.core.slices import balanced_shares
 
 # Zero Bubble (arXiv 2401.10241), tables 5 and 9: p, m, F, I, W, latency | bubble rates of 1F1B, 1F1B-I, ZB-H1, ZB-H2
 TABLE_5 = [
@@ -219,3 +222,43 @@ def test_v_half_trades_memory_for_time(p):
     assert spans == sorted(spans, reverse=True)
     assert spans[-1] < spans[0]
     assert all(max(t.peak_memory) <= 2 * ((p + 2) // 2) + extra for extra, t in enumerate(runs))
+
+
+@pytest.mark.parametrize(("p", "m", "n"), [(2, 4, 2), (4, 8, 4), (8, 16, 4), (8, 8, 8), (4, 12, 3)])
+def test_seq1f1b(p, m, n):
+    """Seq1F1B (arXiv 2406.03488): 1F1B whose units are slices: bubble and in-flight activations of a 1F1B of n m units.
+
+    Its rank i begins its backwards after P - i - 1 + n - 1 forwards of slices (section 3.2), so rank 0 keeps p + n - 1
+    slices of 1 / n microbatch: with p = n = 8, less than a quarter of 1F1B's 8 microbatches.
+    """
+    timeline, plain = run("seq1f1b", p, m, slices=n), run("1f1b", p, m)
+    assert timeline.bubble_to_ideal == pytest.approx((p - 1) / (n * m))
+    assert plain.bubble_to_ideal == pytest.approx((p - 1) / m)
+    assert timeline.peak_memory == pytest.approx([(p - rank + n - 1) / n for rank in range(p)])
+    split = run("zb-h1", p, m, slices=n)
+    assert max(split.peak_memory) == pytest.approx((p + n - 1) / n)
+    assert split.bubble_to_ideal == pytest.approx(timeline.bubble_to_ideal / 3)
+
+
+def test_seq1f1b_balances_unequal_slices():
+    """Its computation-wise partition: equal slices leave bubbles where attention is a large part of the time."""
+    costs = zp.Costs(f=1, i=1.5, w=0.5, f_attention=0.5, i_attention=1)  # half of each; attention has no weights
+    even, fair = (
+        run("seq1f1b", 4, 8, replace(costs, slice_sizes=sizes), slices=4) for sizes in (None, balanced_shares(4, 0.5))
+    )
+    assert fair.bubble_to_ideal == pytest.approx(3 / 32)
+    assert even.bubble_to_ideal > 1.25 * fair.bubble_to_ideal
+
+
+@pytest.mark.parametrize(("p", "m", "n", "v"), [(4, 8, 4, 1), (4, 8, 8, 2), (4, 4, 16, 4), (8, 8, 8, 2), (8, 4, 16, 1)])
+def test_slimpipe(p, m, n, v):
+    """SlimPipe (arXiv 2504.14519): the accumulated activations of m microbatches become those of just one.
+
+    Rank 0 keeps its v n slices of a microbatch and two per later rank: (1 + 2 (p - 1) / (n v)) microbatches where 1F1B
+    keeps p, and interleaved more. Its bubble is interleaved's with n m units: (p - 1) / (n v m).
+    """
+    costs = zp.Costs(f=1 / v, i=1 / v, w=1 / v, activation=1 / v)
+    timeline = run("slimpipe", p, m, costs, slices=n, stages_per_rank=v)
+    assert timeline.bubble_to_ideal == pytest.approx((p - 1) / (n * v * m))
+    assert max(timeline.peak_memory) == pytest.approx(1 + 2 * (p - 1) / (n * v))
+    assert min(timeline.peak_memory) == pytest.approx(1)

@@ -17,7 +17,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError
 from zeropipe.schedules.advice import advice
-from zeropipe.schedules.registry import Entry, build_entry, entries, find
+from zeropipe.schedules.registry import Entry, build_entry, entries, find, slices_of
 from zeropipe.sim.compare import compare
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.costs_file import costs_from_data
@@ -132,10 +132,12 @@ def _resolve_entry(entry: Entry, size: SizeRequest, choice: Choice | None = None
         per_rank = preferred if preferred in entry.stages_per_rank else entry.stages_per_rank[0]
     elif per_rank not in entry.stages_per_rank:
         build_entry(entry, ranks=1, microbatches=1, stages_per_rank=per_rank)  # raises the registry's own error
-    sizes, split = (size.ranks, size.microbatches, per_rank), entry.splits_backward
+    slices = slices_of(choice.options) if choice else 1
+    counted, split = (size.ranks, size.microbatches * slices, per_rank), entry.splits_backward
     return ResolvedChoice(
-        entry.name, num_actions(split, *sizes), num_actions(split, *sizes, size.weight_parts or 1), size.weight_parts,
-        entry=entry, size=sizes, options=tuple(sorted(choice.options.items())) if choice else (),
+        entry.name, num_actions(split, *counted), num_actions(split, *counted, size.weight_parts or 1),
+        size.weight_parts, entry=entry, size=(size.ranks, size.microbatches, per_rank),
+        options=tuple(sorted(choice.options.items())) if choice else (),
     )  # fmt: skip
 
 
@@ -155,7 +157,8 @@ def build_cached(
 ) -> Schedule:  # fmt: skip
     """Build a schedule; small ones are cached."""
     assert entry is not None
-    is_small = num_actions(entry.splits_backward, ranks, microbatches, per_rank) <= MAX_CACHED_ACTIONS
+    microbatch_slices = microbatches * slices_of(dict(options))
+    is_small = num_actions(entry.splits_backward, ranks, microbatch_slices, per_rank) <= MAX_CACHED_ACTIONS
     return (_build_small if is_small else _build)(entry, ranks, microbatches, per_rank, options)
 
 

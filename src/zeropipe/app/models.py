@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from zeropipe.core.action import MAX_STAGES
 from zeropipe.core.limits import PAGE
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
-from zeropipe.sim.costs import COST_FIELDS, OLD_NAMES, PHASE_FIELDS, SHARD_FIELDS, flat_fields
+from zeropipe.sim.costs import COST_FIELDS, OLD_NAMES, PHASE_FIELDS, SHARD_FIELDS, SLICE_FIELDS, flat_fields
 
 MAX_CHOICES = 64  # schedules of one request
 MAX_EDGES = 4096  # links with costs of their own
@@ -38,7 +38,7 @@ class LinkFields(StrictModel):
 
 
 def _create_cost_fields() -> type[StrictModel]:
-    """The base of CostFields: a field for each of COST_FIELDS but those of phases, which only files have."""
+    """The base of CostFields: a field for each of COST_FIELDS but those of phases and slices, which only files have."""
     types: dict[str, Any] = {
         "per stage": PerStage, "number": Amount, "memory": Amount, "bandwidth": Speed, "switch": bool,
         "text": Annotated[str, Field(max_length=MAX_UNIT_CHARACTERS)], "link": LinkFields,
@@ -46,7 +46,7 @@ def _create_cost_fields() -> type[StrictModel]:
     }  # fmt: skip
     fields: dict[str, Any] = {}
     for name, cost in COST_FIELDS.items():
-        if name in PHASE_FIELDS:
+        if name in (*PHASE_FIELDS, *SLICE_FIELDS):
             continue
         kind: Any = types.get(cost.type)
         if cost.type == "integer":

@@ -84,7 +84,11 @@ schedule_options = option(
     "--option", "-O", "pairs", multiple=True, metavar="NAME=VALUE", group="Size", field="schedule.options",
     help="Option of the schedule, like group_size=4; may be repeated.",
 )  # fmt: skip
-size = combine(ranks, microbatches, stages_per_rank, schedule_options)
+slices = option(
+    "--slices", type=POSITIVE, group="Size", field="schedule.slices",
+    help="Slices of the sequences of each microbatch, for schedules that have them, like seq1f1b.",
+)  # fmt: skip
+size = combine(ranks, microbatches, stages_per_rank, slices, schedule_options)
 
 # the model and how it runs
 num_layers = option(

@@ -159,7 +159,7 @@ def create_request(schedules: Sequence[str], values: Mapping[str, Any], several:
         sizes["ranks"],
         sizes["microbatches"],
         sizes["stages_per_rank"],
-        {**job.options, **parse_pairs(values.get("pairs", ()), "--option")},
+        {**job.options, **parse_pairs(values.get("pairs", ()), "--option"), **_slices(values)},
         values.get("weight_parts") or job.weight_parts,
         _parse_offload(values.get("offload")),
         create_source(costs, values.get("per") or job.per, LayerOptions.from_values(values), flags),
@@ -167,6 +167,11 @@ def create_request(schedules: Sequence[str], values: Mapping[str, Any], several:
         flags,
         job.run,
     )
+
+
+def _slices(values: Mapping[str, Any]) -> dict[str, int]:
+    """The option of the schedules that --slices sets."""
+    return {"slices": values["slices"]} if values.get("slices") else {}
 
 
 def _insert_job_file(texts: list[str]) -> tuple[list[str], JobFile, str]:

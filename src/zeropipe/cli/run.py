@@ -167,7 +167,7 @@ def _build_schedules(schedules: tuple[str, ...], values: dict[str, Any], dry_run
     from zeropipe.cli.request import SIZES, create_request
     from zeropipe.engine.run.spec import require_cores
 
-    sizes = {name: values.pop(name) for name in (*SIZES, "pairs")}
+    sizes = {name: values.pop(name) for name in (*SIZES, "slices", "pairs")}
     request = create_request(schedules, sizes, several=("schedule",))
     _apply_job_file(request.run, values)
     values["mesh"] = mesh = _parse_mesh(values)

@@ -39,17 +39,23 @@ F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE_GRAD, OFFLO
 
 MAX_STAGES = 1 << 16
 MAX_MICROBATCHES = 1 << 42
+MAX_SLICES = 1 << 12
 
 
 class Action(NamedTuple):
-    """One unit of work: `Action(2, Kind.F, 0)`, in text `2F0`. SHARDING kinds have microbatch 0, and none in text."""
+    """One unit of work: `Action(2, Kind.F, 0)`, in text `2F0`. SHARDING kinds have microbatch 0, and none in text.
+
+    In a schedule with slices, each action is of one slice of a microbatch: `2F0.3` is that of slice 3.
+    """
 
     stage: int
     kind: Kind
     microbatch: int
+    slice: int | None = None  # None in a schedule without slices
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.name}{'' if self.kind in SHARDING else self.microbatch}"
+        of_slice = "" if self.slice is None else f".{self.slice}"
+        return f"{self.stage}{self.kind.name}{'' if self.kind in SHARDING else self.microbatch}{of_slice}"
 
 
 class Overlap(NamedTuple):
@@ -77,11 +83,12 @@ def peer_stage(stage: int, kind: int) -> int:
 
 def peer_message(message: Action) -> Action:
     """The RECV of a SEND, or the SEND of a RECV."""
-    return Action(peer_stage(message.stage, message.kind), Kind(message.kind ^ 1), message.microbatch)
+    return message._replace(stage=peer_stage(message.stage, message.kind), kind=Kind(message.kind ^ 1))
 
 
 _ACTION = re.compile(
-    r"\s*([0-9]{1,18})\s*(?:(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|OFFLOAD|RELOAD)\s*([0-9]{1,18})|(UNSHARD|RESHARD|REDUCE_GRAD))\s*"
+    r"\s*([0-9]{1,18})\s*(?:(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|OFFLOAD|RELOAD)\s*([0-9]{1,18})"
+    r"(?:\.([0-9]{1,18}))?|(UNSHARD|RESHARD|REDUCE_GRAD))\s*"
 )
 _OVERLAP = re.compile(r"\s*\(([^;()]+);([^;()]+)\)\s*OVERLAP_F_B\s*")
 
@@ -97,12 +104,15 @@ def parse_action(text: str) -> Action:
     stage = int(match[1])
     if stage >= MAX_STAGES:
         raise ScheduleError(f"{text.strip()!r} has stage {stage}: at most {MAX_STAGES} stages are supported")
-    if match[4]:
-        return Action(stage, Kind[match[4]], 0)
+    if match[5]:
+        return Action(stage, Kind[match[5]], 0)
     microbatch = int(match[3])
     if microbatch >= MAX_MICROBATCHES:
         raise ScheduleError(f"{text.strip()!r} has microbatch {microbatch}: at most {MAX_MICROBATCHES} are supported")
-    return Action(stage, Kind[match[2]], microbatch)
+    slice_ = None if match[4] is None else int(match[4])
+    if slice_ is not None and slice_ >= MAX_SLICES:
+        raise ScheduleError(f"{text.strip()!r} has slice {slice_}: at most {MAX_SLICES} slices are supported")
+    return Action(stage, Kind[match[2]], microbatch, slice_)
 
 
 def parse_step(text: str) -> Step:

@@ -61,7 +61,7 @@ def collectives(row: Sequence[Step], num_units: Mapping[int, int], regather: boo
         found.extend(Collective(Kind.UNSHARD, stage, unit) for unit in units)
 
     for at, step in enumerate(row):
-        for stage, kind, _ in actions_of([step]):
+        for stage, kind, *_ in actions_of([step]):
             if stage not in num_units:  # it is whole on every rank
                 continue
             if kind is Kind.UNSHARD:

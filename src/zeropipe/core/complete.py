@@ -6,7 +6,7 @@ from zeropipe.core.action import B, F, I, Kind, W
 from zeropipe.core.jit import Arrays, Ints, arrays
 from zeropipe.core.needs import copy_offset, flat_tables
 from zeropipe.core.offload_actions import check_offloading
-from zeropipe.core.packed import decode, is_joined, kind_of, microbatch_of, stage_of
+from zeropipe.core.packed import encode, is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import require_placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ScheduleError
@@ -14,19 +14,21 @@ from zeropipe.errors import ScheduleError
 # the actions found of a stage and microbatch: a bit per kind, and above these bits the number of its W
 _FULL_BACKWARD = 1 << B
 _SPLIT_BACKWARD = 1 << I | 1 << W
+_ANY_BACKWARD = 1 << B | 1 << I
 _FULL = 1 << F | _FULL_BACKWARD
 _SPLIT = 1 << F | _SPLIT_BACKWARD
 _KINDS = (1 << 4) - 1
 _COUNT_SHIFT = 4
 _NO_WEIGHTS = -2
 # faults of an action
-_OUT_OF_RANGE, _WRONG_RANK, _REPEATED, _SECOND_BACKWARD, _NOT_COMPUTE, _NOT_A_PAIR = range(1, 7)
+_OUT_OF_RANGE, _WRONG_RANK, _REPEATED, _SECOND_BACKWARD, _NOT_COMPUTE, _NOT_A_PAIR, _SLICE_TOO_EARLY = range(1, 8)
 
 
 def check_complete(schedule: Schedule) -> None:
     """Raise unless every stage runs F and (B, or I and W) once per microbatch, on the rank of its Placement.
 
-    A W in parts must have all of them.
+    A W in parts must have all of them. With slices, each slice of a microbatch has these actions: F in the order of
+    the slices, backwards in the opposite one.
     """
     parts = schedule.problem.num_weight_parts
     if type(parts) is not int or parts < 1:
@@ -37,16 +39,19 @@ def check_complete(schedule: Schedule) -> None:
     if index == _NO_WEIGHTS:
         raise ScheduleError(f"num_weight_parts is {parts}, but the schedule has no W; leave it out, or use 1")
     if index >= 0:
-        stage, microbatch = divmod(int(index), schedule.num_microbatches)
+        stage, number = divmod(int(index), schedule.problem.total_slices)
         bits, count = int(found[index]) & _KINDS, int(found[index]) >> _COUNT_SHIFT
         if bits == _SPLIT:
             raise ScheduleError(
-                f"{stage}W{microbatch} is present {count} of {parts} times: every W here has {parts} parts"
+                f"{schedule.decode(encode(stage, W, number))} is present {count} of {parts} times: "
+                f"every W here has {parts} parts"
             )
         present = [k.name for k in (Kind.F, Kind.B, Kind.I, Kind.W) if bits >> k & 1]
         rule = "must be F and B, or F, I and W"
         text = f"only {' and '.join(present)}" if present else "no action"
-        raise ScheduleError(f"stage {stage}, microbatch {microbatch} has {text}: {rule}")
+        microbatch, slice_ = divmod(number, schedule.num_slices)
+        of_slice = f", slice {slice_}" if schedule.num_slices > 1 else ""
+        raise ScheduleError(f"stage {stage}, microbatch {microbatch}{of_slice} has {text}: {rule}")
 
 
 def check_actions(schedule: Schedule) -> None:
@@ -60,11 +65,11 @@ def _scan(xp: Arrays, schedule: Schedule) -> Ints:
     require_placement(placement, problem)
     if len(schedule.rows) != problem.num_ranks:
         raise ScheduleError(f"there are {len(schedule.rows)} rows for {problem.num_ranks} ranks: must be one per rank")
-    found = xp.full_ints(problem.num_stages * problem.num_microbatches)
+    found = xp.full_ints(problem.num_stages * problem.total_slices)
     index, fault = xp.call(
         scan_kernel, xp.ints(schedule.packed.codes), xp.list_ints(schedule.packed.offsets),
-        flat_tables(xp, placement), problem.num_stages, problem.num_microbatches, problem.num_weight_parts,
-        schedule.second_from, found,
+        flat_tables(xp, placement), problem.num_stages, problem.total_slices, problem.num_slices,
+        problem.num_weight_parts, schedule.second_slice_from, found,
     )  # fmt: skip
     if fault:
         raise _scan_error(schedule, int(index), int(fault))
@@ -75,7 +80,7 @@ def _scan(xp: Arrays, schedule: Schedule) -> Ints:
 
 def _scan_error(schedule: Schedule, index: int, fault: int) -> ScheduleError:
     rank, step = schedule.packed.locate(index)
-    action = decode(schedule.packed.view[index])
+    action = schedule.decode(schedule.packed.view[index])
     p, placement = schedule.problem, schedule.placement
     if fault == _OUT_OF_RANGE:
         reason = f"is out of range: stages 0 to {p.num_stages - 1}, microbatches 0 to {p.num_microbatches - 1}"
@@ -86,6 +91,11 @@ def _scan_error(schedule: Schedule, index: int, fault: int) -> ScheduleError:
             f"is on the wrong rank: the placement puts stage {action.stage}, microbatch {action.microbatch} on rank "
             f"{placement.rank_of(action.stage, action.microbatch)}{hint}"
         )
+    elif fault == _SLICE_TOO_EARLY:
+        step_to = -1 if action.kind is Kind.F else 1
+        rule = "forwards run in the order of the slices, backwards in the opposite one"
+        other = action._replace(slice=(action.slice or 0) + step_to)
+        reason = f"runs before {other}: {rule}"
     elif fault == _REPEATED and action.kind is Kind.W and p.num_weight_parts > 1:
         reason = f"is one too many: every W here has {p.num_weight_parts} parts"
     else:
@@ -99,8 +109,8 @@ def _scan_error(schedule: Schedule, index: int, fault: int) -> ScheduleError:
 
 
 def scan_kernel(
-    codes: Ints, offsets: Ints, tables: Ints, num_stages: int, num_microbatches: int, num_weight_parts: int,
-    second_from: int, found: Ints,
+    codes: Ints, offsets: Ints, tables: Ints, num_stages: int, num_microbatches: int, num_slices: int,
+    num_weight_parts: int, second_from: int, found: Ints,
 ) -> tuple[int, int]:  # fmt: skip
     """(index, fault) of the first action with a fault, or (-1, 0)."""
     for rank in range(len(offsets) - 1):
@@ -132,6 +142,12 @@ def scan_kernel(
             if (kind == B and bits & _SPLIT_BACKWARD) or (kind >= I and bits & _FULL_BACKWARD):
                 return at, _SECOND_BACKWARD
             found[index] = bits | 1 << kind
+            if num_slices > 1:
+                slice_ = microbatch % num_slices
+                if kind == F and slice_ > 0 and not found[index - 1] & 1 << F:
+                    return at, _SLICE_TOO_EARLY
+                if kind in (B, I) and slice_ < num_slices - 1 and not found[index + 1] & _ANY_BACKWARD:
+                    return at, _SLICE_TOO_EARLY
     return -1, 0
 
 

@@ -7,7 +7,7 @@ import re
 from zeropipe.core.action import Action, Kind
 from zeropipe.core.jit import Ints
 from zeropipe.core.needs import Dependencies, key_action
-from zeropipe.core.packed import PackedRows, count_steps, decode, encode, is_joined, unpack
+from zeropipe.core.packed import PackedRows, count_steps, is_joined, pack, unpack
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import DeadlockError, Stuck
 
@@ -19,7 +19,7 @@ def build_deadlock_error(schedule: Schedule, deps: Dependencies, position: Ints,
     """The error of a schedule whose ranks wait at `position`, when the results `done` exist."""
     stuck = []
     for rank, step, action, missing in _waiting_actions(schedule, deps, position, done):
-        needed = key_action(missing, schedule.num_microbatches)
+        needed = key_action(missing, schedule)
         stuck.append(Stuck(rank, step, str(action), producer_text(schedule, needed)))
     total = schedule.num_actions
     ran = sum(int(position[r]) - schedule.packed.offsets[r] for r in range(schedule.num_ranks))
@@ -39,7 +39,7 @@ def _waiting_actions(
         for half in range(at, at + 1 + is_joined(int(deps.codes[at]))):
             missing = [int(key) for key in (deps.own[half], deps.remote[half]) if key >= 0 and not done[key]]
             if missing:
-                waiting.append((rank, packed.locate(at)[1], decode(int(deps.codes[half])), missing[0]))
+                waiting.append((rank, packed.locate(at)[1], schedule.decode(int(deps.codes[half])), missing[0]))
                 break
     return waiting
 
@@ -50,7 +50,7 @@ def producer_text(schedule: Schedule, needed: Action) -> str:
         return str(needed)
     rank = schedule.placement.rank_of(needed.stage, needed.microbatch)
     full = needed._replace(kind=Kind.B)
-    return str(full if encode(*full) in schedule.packed.row(rank) else needed)
+    return str(full if pack([full], schedule.num_slices)[0] in schedule.packed.row(rank) else needed)
 
 
 def format_deadlock_error(head: str, stuck: list[Stuck], schedule: Schedule, packed: PackedRows) -> DeadlockError:
@@ -62,7 +62,7 @@ def format_deadlock_error(head: str, stuck: list[Stuck], schedule: Schedule, pac
     cycle = _format_cycle(schedule, stuck)
     if cycle:
         text.append(f"  cycle: {cycle}")
-    text += _format_grid(packed, stuck[:MAX_SHOWN_RANKS])
+    text += _format_grid(packed, stuck[:MAX_SHOWN_RANKS], schedule.num_slices)
     return DeadlockError("\n".join(text), tuple(stuck))
 
 
@@ -86,7 +86,7 @@ def _producer_rank(schedule: Schedule, needed: str) -> int | None:
     return schedule.placement.rank_of(int(match[1]), int(match[2])) if match else None
 
 
-def _format_grid(packed: PackedRows, stuck: list[Stuck]) -> list[str]:
+def _format_grid(packed: PackedRows, stuck: list[Stuck], num_slices: int) -> list[str]:
     """A line per stuck rank with the steps around the one that waits, which is in brackets."""
     codes = packed.view
     cells = []
@@ -97,7 +97,8 @@ def _format_grid(packed: PackedRows, stuck: list[Stuck]) -> list[str]:
         skipped = count_steps(codes[begin:first])
         while first > begin and is_joined(codes[first - 1]):
             first -= 1
-        row = [str(step) for step in unpack(codes[first : min(end, begin + 2 * (s.step + STEPS_AFTER) + 2)])]
+        last = min(end, begin + 2 * (s.step + STEPS_AFTER) + 2)
+        row = [str(step) for step in unpack(codes[first:last], num_slices)]
         index = s.step - skipped
         window = row[max(0, index - STEPS_BEFORE) : index + STEPS_AFTER]
         mark = min(STEPS_BEFORE, index)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from zeropipe.core.action import Action, B, Kind, W
 from zeropipe.core.jit import Arrays, Floats, Ints, arrays
 from zeropipe.core.needs import Dependencies, build_dependencies, find_nonblocking_actions
-from zeropipe.core.packed import decode, is_joined, kind_of, stage_of
+from zeropipe.core.packed import is_joined, kind_of, stage_of
 from zeropipe.core.shard_timeline import find_gathers
 from zeropipe.core.timeline import Span, Timeline
 
@@ -254,8 +254,8 @@ def find_gaps(timeline: Timeline) -> list[Gap]:
 
     def add(rank: int, first: float, last: float, cause: int, at: int = -1, source: int = -1) -> None:
         if last > first:
-            action = decode(codes[at]) if at >= 0 else None
-            needs = decode(codes[source]) if source >= 0 else None
+            action = timeline.schedule.decode(codes[at]) if at >= 0 else None
+            needs = timeline.schedule.decode(codes[source]) if source >= 0 else None
             gaps.append(Gap(rank, first, last, CAUSES[cause], action, needs))
 
     for rank in range(timeline.num_ranks):
@@ -284,6 +284,7 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
     """The chain of actions that determines the makespan, first to last."""
     ranks, codes = find_reasons(timeline).ranks, timeline.schedule.packed.view
     start, end = memoryview(timeline.start).cast("d"), memoryview(timeline.end).cast("d")
+    decode = timeline.schedule.decode
     spans = [Span(int(ranks[at]), decode(codes[at]), start[at], end[at]) for at in critical_indices(timeline)]
     last = _last_reduction(timeline)
     return (*spans, last) if last is not None else tuple(spans)

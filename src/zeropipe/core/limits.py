@@ -85,7 +85,7 @@ def has_weight_gradients(schedule: Schedule) -> bool:
 
 def num_actions_with_parts(schedule: Schedule, parts: int) -> int:
     """The number of actions of a complete schedule when each W is divided into `parts`."""
-    others = 2 * schedule.num_stages * schedule.num_microbatches  # F, and B or I
+    others = 2 * schedule.num_stages * schedule.problem.total_slices  # F, and B or I
     return others + parts * max(0, schedule.num_actions - others)
 
 

@@ -4,10 +4,17 @@
     B or I of a stage    needs F of the same stage, and B or I of the next stage
     W of a stage         needs I of the same stage (its parts do not need each other)
 
-Other actions need two results of a stage and microbatch: "forward done" and "backward done". Each has a number, its
-key. `build_dependencies` computes for every action of a schedule the keys that it needs, the key that it produces, and
-the rank that its result is sent to. The checker, the lowering, the simulator and the explanations read these columns
-and have no rules of their own.
+With slices, all of this holds for each slice of a microbatch, and
+
+    F of a slice         needs F of the slice before it, on the same stage
+    B or I of a slice    needs B or I of the slice after it, on the same stage
+
+Both are on one rank, so these two only restrict the order of its row, which `check_complete` checks.
+
+Other actions need two results of a stage and microbatch (or slice): "forward done" and "backward done". Each has a
+number, its key. `build_dependencies` computes for every action of a schedule the keys that it needs, the key that it
+produces, and the rank that its result is sent to. The checker, the lowering, the simulator and the explanations read
+these columns and have no rules of their own.
 
 If sends block, an action also waits until the previous send of its rank has ended: see `find_nonblocking_actions`.
 """
@@ -18,31 +25,44 @@ from typing import NamedTuple
 
 from zeropipe.core.action import RECV_B, RECV_F, SEND_B, UNSHARD, Action, B, F, I, Kind, W, peer_stage
 from zeropipe.core.jit import Arrays, Ints
-from zeropipe.core.packed import PackedRows, kind_of, microbatch_of, stage_of
+from zeropipe.core.packed import PackedRows, encode, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
 
 
-def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
+def needs(action: Action, num_stages: int, num_slices: int = 1) -> tuple[Action, ...]:
     """The actions that must end before `action` starts. An I in the result stands for an I or a B."""
-    stage, kind, microbatch = action
-    if kind is Kind.F:
-        return (Action(stage - 1, Kind.F, microbatch),) if stage > 0 else ()
+    stage, kind = action.stage, action.kind
     if kind is Kind.W:
-        return (Action(stage, Kind.I, microbatch),)
-    own = Action(stage, Kind.F, microbatch)
-    return (own, Action(stage + 1, Kind.I, microbatch)) if stage + 1 < num_stages else (own,)
+        return (action._replace(kind=Kind.I),)
+    found = []
+    if kind is Kind.F:
+        if stage > 0:
+            found.append(action._replace(stage=stage - 1))
+        if action.slice:
+            found.append(action._replace(slice=action.slice - 1))
+        return tuple(found)
+    found.append(action._replace(kind=Kind.F))
+    if stage + 1 < num_stages:
+        found.append(action._replace(kind=Kind.I, stage=stage + 1))
+    if action.slice is not None and action.slice + 1 < num_slices:
+        found.append(action._replace(kind=Kind.I, slice=action.slice + 1))
+    return tuple(found)
 
 
 def key_of(stage: int, microbatch: int, backward: int, num_microbatches: int) -> int:
-    """The key of a stage's forward result, or with `backward` = 1 of its backward result."""
+    """The key of a stage's forward result, or with `backward` = 1 of its backward result.
+
+    With slices, microbatches here and in all kernels are the slices of all microbatches: `Problem.total_slices`.
+    """
     return 2 * (stage * num_microbatches + microbatch) + backward
 
 
-def key_action(key: int, num_microbatches: int) -> Action:
+def key_action(key: int, schedule: Schedule) -> Action:
     """The action that produces the result of a key (I stands for I or B)."""
     index, backward = divmod(key, 2)
-    return Action(index // num_microbatches, Kind.I if backward else Kind.F, index % num_microbatches)
+    stage, number = divmod(index, schedule.problem.total_slices)
+    return schedule.decode(encode(stage, I if backward else F, number))
 
 
 def copy_offset(microbatch: int, second_from: int, num_stages: int) -> int:
@@ -98,10 +118,10 @@ def build_dependencies(xp: Arrays, schedule: Schedule, packed: PackedRows | None
     remote, own, makes, to = (xp.full_ints(packed.num_codes, -1) for _ in range(4))
     deps = Dependencies(
         codes=xp.ints(packed.codes), offsets=xp.list_ints(packed.offsets), remote=remote, own=own, makes=makes, to=to,
-        num_keys=2 * problem.num_stages * problem.num_microbatches,
+        num_keys=2 * problem.num_stages * problem.total_slices,
     )  # fmt: skip
     tables = flat_tables(xp, schedule.placement)
-    xp.call(dependencies_kernel, deps, tables, problem.num_stages, problem.num_microbatches, schedule.second_from)
+    xp.call(dependencies_kernel, deps, tables, problem.num_stages, problem.total_slices, schedule.second_slice_from)
     return deps
 
 

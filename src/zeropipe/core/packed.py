@@ -3,7 +3,8 @@
     bit 0       joined: this action and the next one are an Overlap
     bits 1-4    kind
     bits 5-20   stage
-    bits 21-62  microbatch
+    bits 21-62  microbatch; in a schedule with slices, the slice's number among those of all microbatches:
+                microbatch * num_slices + slice
 
 Kernels (see jit.py) call the functions of a code, too. A code may also be a numpy array of codes.
 """
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, SupportsIndex
 
-from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES, OFFLOAD, Action, Kind, Overlap, Step
-from zeropipe.errors import ConfigError, short
+from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES, OFFLOAD, SHARDING, Action, Kind, Overlap, Step
+from zeropipe.errors import ConfigError, ScheduleError, short
 
 JOINED = 1
 _KIND_SHIFT, _STAGE_SHIFT, _MICROBATCH_SHIFT = 1, 5, 21
@@ -48,7 +49,7 @@ def stage_of(code: Code) -> Code:
 
 
 def microbatch_of(code: Code) -> Code:
-    """The microbatch of a code."""
+    """The microbatch of a code; in a schedule with slices, the slice's number among those of all microbatches."""
     return code >> _MICROBATCH_SHIFT
 
 
@@ -65,41 +66,57 @@ def with_kind(code: Code, kind: int) -> Code:
 _KINDS = tuple(Kind)
 
 
-def decode(code: int) -> Action:
-    """The action of a code."""
-    return Action(stage_of(code), _KINDS[kind_of(code)], microbatch_of(code))
+def decode(code: int, num_slices: int = 1) -> Action:
+    """The action of a code of a schedule with that many slices."""
+    kind, microbatch = _KINDS[kind_of(code)], microbatch_of(code)
+    if num_slices == 1 or kind in SHARDING:
+        return Action(stage_of(code), kind, microbatch)
+    return Action(stage_of(code), kind, microbatch // num_slices, microbatch % num_slices)
 
 
-def pack(steps: Iterable[Step]) -> list[int]:
-    """The codes of steps; an Overlap has two."""
+def pack(steps: Iterable[Step], num_slices: int = 1) -> list[int]:
+    """The codes of steps of a schedule with that many slices; an Overlap has two."""
     codes: list[int] = []
     for step in steps:
         if isinstance(step, Overlap):
-            codes.append(_encode_checked(step.forward) | JOINED)
-            codes.append(_encode_checked(step.backward))
+            codes.append(_encode_checked(step.forward, num_slices) | JOINED)
+            codes.append(_encode_checked(step.backward, num_slices))
         elif isinstance(step, Action):
-            codes.append(_encode_checked(step))
+            codes.append(_encode_checked(step, num_slices))
         else:
             raise ConfigError(f"{short(step)}: must be an Action or an Overlap; use zp.from_csv for text like 0F0")
     return codes
 
 
-def _encode_checked(action: Action) -> int:
+def _encode_checked(action: Action, num_slices: int) -> int:
     """The code of a user's action; ConfigError if its numbers would overflow into other bits."""
-    stage, kind, microbatch = action
+    stage, kind, microbatch, slice_ = action
     if type(kind) is not Kind and not (isinstance(kind, int) and 0 <= kind < len(_KINDS)):
         raise ConfigError(f"kind={short(kind)}: must be a zp.Kind, like zp.Kind.F")
     if (
         _is_integer(stage)
         and _is_integer(microbatch)
         and 0 <= stage < MAX_STAGES
-        and 0 <= microbatch < MAX_MICROBATCHES
+        and 0 <= microbatch < MAX_MICROBATCHES // num_slices
     ):
-        return int(encode(index(stage), kind, index(microbatch)))
+        if (num_slices == 1 or kind in SHARDING) and slice_ is None:
+            return int(encode(index(stage), kind, index(microbatch)))
+        return int(encode(index(stage), kind, index(microbatch) * num_slices + _checked_slice(action, num_slices)))
     raise ConfigError(
         f"stage {short(stage)}, microbatch {short(microbatch)}: must be non-negative integers, "
         f"below {MAX_STAGES} and {MAX_MICROBATCHES}"
     )
+
+
+def _checked_slice(action: Action, num_slices: int) -> int:
+    """The slice of an action of a schedule with slices; ScheduleError if it has none, or one that is not there."""
+    if num_slices == 1:
+        raise ScheduleError(f"{action} has a slice: the schedule has one slice per microbatch; leave it out")
+    if action.slice is None:
+        raise ScheduleError(f"{action} has no slice: microbatches have {num_slices} slices; write {action}.0 and so on")
+    if not _is_integer(action.slice) or not 0 <= action.slice < num_slices:
+        raise ScheduleError(f"{action} is out of range: slices 0 to {num_slices - 1}")
+    return index(action.slice)
 
 
 def _is_integer(value: Any) -> bool:
@@ -107,11 +124,11 @@ def _is_integer(value: Any) -> bool:
     return type(value) is int or isinstance(value, SupportsIndex)
 
 
-def unpack(codes: Iterable[int]) -> Iterator[Step]:
-    """The steps of codes."""
+def unpack(codes: Iterable[int], num_slices: int = 1) -> Iterator[Step]:
+    """The steps of codes of a schedule with that many slices."""
     forward: Action | None = None
     for code in codes:
-        action = decode(code)
+        action = decode(code, num_slices)
         if is_joined(code):
             forward = action
         elif forward is not None:

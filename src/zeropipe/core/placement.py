@@ -8,7 +8,7 @@ from functools import cached_property
 from operator import index
 from typing import SupportsIndex
 
-from zeropipe.core.action import Action, peer_stage
+from zeropipe.core.action import MAX_SLICES, Action, peer_stage
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, ScheduleError, short
 
@@ -23,6 +23,12 @@ class Problem:
     num_stages: int
     num_microbatches: int
     num_weight_parts: int = 1  # every W is this number of actions, each an equal part of its work
+    num_slices: int = 1  # every microbatch is this number of slices of its sequences, each with actions of its own
+
+    @property
+    def total_slices(self) -> int:
+        """The number of slices of all microbatches."""
+        return self.num_microbatches * self.num_slices
 
     @property
     def stages_per_rank(self) -> int:
@@ -114,6 +120,8 @@ def require_problem(problem: object) -> None:
     for name, value in vars(problem).items():
         if not isinstance(value, SupportsIndex) or index(value) < 0:
             raise ConfigError(f"{name}={short(value)}: must be a non-negative integer")
+    if not 1 <= problem.num_slices < MAX_SLICES:
+        raise ConfigError(f"num_slices={problem.num_slices}: must be from 1 to {MAX_SLICES - 1}")
 
 
 def require_placement(placement: Placement, problem: Problem) -> None:
@@ -138,9 +146,10 @@ def require_num_actions(problem: Problem, num_actions: int) -> None:
     """ScheduleError for a file with too few actions for its sizes, before tables of these sizes are allocated."""
     if problem.num_weight_parts > num_actions:
         raise ScheduleError(f"num_weight_parts is {problem.num_weight_parts}: there are only {num_actions} actions")
-    if problem.num_stages * problem.num_microbatches > num_actions:
+    if problem.num_stages * problem.total_slices > num_actions:
+        slices, all_of = (f" times {problem.num_slices} slices", "all") if problem.num_slices > 1 else ("", "both")
         raise ScheduleError(
             f"there are fewer actions than {count_text(problem.num_stages, 'stage')} times "
-            f"{count_text(problem.num_microbatches, 'microbatch')}; number both from 0 without gaps, and write F and "
-            "B, or F, I and W, for each stage and microbatch"
+            f"{count_text(problem.num_microbatches, 'microbatch')}{slices}; number {all_of} from 0 without gaps, and "
+            "write F and B, or F, I and W, for each stage and microbatch"
         )

@@ -14,7 +14,7 @@ from zeropipe.core.needs import (
     message_index,
     number_edges,
 )
-from zeropipe.core.packed import decode, is_joined, kind_of, microbatch_of, stage_of
+from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.schedule import Program
 from zeropipe.errors import DeadlockError, ScheduleError, Stuck
 
@@ -39,13 +39,14 @@ def check_program(program: Program) -> None:
     matched = xp.full_ints(deps.num_keys)  # 1 for a result that is sent, 2 if it is received, too
     numbers, edges = number_edges(schedule.placement)
     index, fault = xp.call(
-        messages_kernel, deps, flat_tables(xp, schedule.placement), schedule.num_stages, schedule.num_microbatches,
-        schedule.second_from, matched, xp.list_ints(numbers), xp.full_ints(len(edges)), xp.full_ints(len(edges)),
+        messages_kernel, deps, flat_tables(xp, schedule.placement), schedule.num_stages, schedule.problem.total_slices,
+        schedule.second_slice_from, matched, xp.list_ints(numbers), xp.full_ints(len(edges)), xp.full_ints(len(edges)),
         xp.full_ints(deps.num_keys),
     )  # fmt: skip
     if fault:
         rank, step = packed.locate(int(index))
-        raise ScheduleError(f"rank {rank}, step {step}: {decode(packed.view[int(index)])} {_REASONS[int(fault)]}")
+        message = schedule.decode(packed.view[int(index)])
+        raise ScheduleError(f"rank {rank}, step {step}: {message} {_REASONS[int(fault)]}")
     done, posted, waiter = (xp.full_ints(deps.num_keys, value) for value in (0, 0, -1))
     position = xp.list_ints(packed.offsets[:-1])
     stack, queued = (xp.full_ints(schedule.num_ranks) for _ in range(2))
@@ -204,7 +205,7 @@ def _build_deadlock_error(program: Program, deps: Dependencies, position: Ints, 
         at = int(position[rank])
         if at == packed.offsets[rank + 1]:
             continue
-        action = decode(int(deps.codes[at]))
+        action = schedule.decode(int(deps.codes[at]))
         if action.kind in (SEND_F, SEND_B):
             need = str(peer_message(action))
         else:
@@ -212,9 +213,9 @@ def _build_deadlock_error(program: Program, deps: Dependencies, position: Ints, 
             for half in range(at, at + 1 + is_joined(int(deps.codes[at]))):
                 for key in (int(deps.own[half]), int(deps.remote[half])):
                     if key >= 0 and not done[key]:
-                        need = producer_text(schedule, key_action(key, schedule.num_microbatches))
+                        need = producer_text(schedule, key_action(key, schedule))
                     elif key >= 0 and key == int(deps.remote[half]) and int(done[key]) == 1:
-                        producer = producer_text(schedule, key_action(key, schedule.num_microbatches))
+                        producer = producer_text(schedule, key_action(key, schedule))
                         need = f"the message of {producer}"
         stuck.append(Stuck(rank, packed.locate(at)[1], str(action), need))
     ran = sum(int(position[r]) - packed.offsets[r] for r in range(schedule.num_ranks))

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import overload
 
-from zeropipe.core.action import Step
-from zeropipe.core.packed import PackedRows, is_offloading, pack, unpack
+from zeropipe.core.action import Action, Step
+from zeropipe.core.packed import PackedRows, decode, is_offloading, pack, unpack
 from zeropipe.core.placement import Placement, Problem, require_problem
 from zeropipe.core.units import count_text
-from zeropipe.errors import ConfigError, short
+from zeropipe.errors import ConfigError, ScheduleError, short
 
 
 class Rows(Sequence[tuple[Step, ...]]):
     """A tuple of steps per rank, decoded on access."""
 
-    def __init__(self, packed: PackedRows) -> None:
-        self._packed = packed
+    def __init__(self, packed: PackedRows, num_slices: int = 1) -> None:
+        self._packed, self._num_slices = packed, num_slices
 
     def __len__(self) -> int:
         return len(self._packed.offsets) - 1
@@ -31,11 +31,11 @@ class Rows(Sequence[tuple[Step, ...]]):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         if not -len(self) <= index < len(self):
             raise IndexError(f"rank {index} of {len(self)}")
-        return tuple(unpack(self._packed.row(index % len(self))))
+        return tuple(unpack(self._packed.row(index % len(self)), self._num_slices))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Rows):
-            return self._packed == other._packed
+            return (self._packed, self._num_slices) == (other._packed, other._num_slices)
         return tuple(self) == other if isinstance(other, tuple) else NotImplemented
 
     def __hash__(self) -> int:
@@ -65,20 +65,22 @@ class Schedule:
         require_problem(problem)
         if not isinstance(placement, Placement):
             raise ConfigError(f"placement={short(placement)}: must be a zp.Placement, like zp.linear(problem)")
-        return Schedule.of_packed(problem, placement, PackedRows.of(pack(row) for row in rows), name)
+        return Schedule.of_packed(problem, placement, PackedRows.of(pack(row, problem.num_slices) for row in rows), name)
 
     @staticmethod
     def of_packed(problem: Problem, placement: Placement, rows: PackedRows, name: str = "custom") -> Schedule:
         """A schedule from packed rows, which may have OFFLOAD and RELOAD."""
         if not any(map(is_offloading, rows.view)):
             return Schedule(problem, placement, rows, name)
+        if problem.num_slices > 1:
+            raise ScheduleError("OFFLOAD and RELOAD are of whole microbatches: leave them out, or use one slice")
         ranks = range(len(rows.offsets) - 1)
         computations = PackedRows.of([code for code in rows.row(rank) if not is_offloading(code)] for rank in ranks)
         return Schedule(problem, placement, computations, name, offloading=rows)
 
     @property
     def rows(self) -> Rows:
-        return Rows(self.offloading or self.packed)
+        return Rows(self.offloading or self.packed, self.num_slices)
 
     @property
     def num_actions(self) -> int:
@@ -97,18 +99,33 @@ class Schedule:
         return self.problem.num_microbatches
 
     @property
+    def num_slices(self) -> int:
+        return self.problem.num_slices
+
+    @property
     def second_from(self) -> int:
         """The first microbatch of the placement's second copy; the number of microbatches if there is one copy."""
         second_from = self.placement.second_from
         return self.num_microbatches if second_from is None else second_from
 
     @property
+    def second_slice_from(self) -> int:
+        """The number of the first slice of `second_from`, among the slices of all microbatches."""
+        return self.second_from * self.num_slices
+
+    def decode(self, code: int) -> Action:
+        """The action of a code of this schedule."""
+        return decode(code, self.num_slices)
+
+    @property
     def sizes(self) -> str:
         """`4 ranks, 8 stages (vee), 12 microbatches`."""
-        parts = self.problem.num_weight_parts
+        parts, slices = self.problem.num_weight_parts, self.num_slices
         return (
             f"{count_text(self.num_ranks, 'rank')}, {count_text(self.num_stages, 'stage')} ({self.placement.name}), "
-            f"{count_text(self.num_microbatches, 'microbatch')}" + (f", W in {parts} parts" if parts > 1 else "")
+            f"{count_text(self.num_microbatches, 'microbatch')}"
+            + (f" of {slices} slices" if slices > 1 else "")
+            + (f", W in {parts} parts" if parts > 1 else "")
         )
 
     def __str__(self) -> str:
@@ -136,7 +153,7 @@ class Program:
 
     @property
     def rows(self) -> Rows:
-        return Rows(self.packed)
+        return Rows(self.packed, self.schedule.num_slices)
 
     def __str__(self) -> str:
         return "\n".join(_row_text(row) for row in self.rows)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from zeropipe.core.action import REDUCE_GRAD, RESHARD, UNSHARD, B, W
 from zeropipe.core.jit import Arrays, Ints, arrays
-from zeropipe.core.packed import PackedRows, decode, encode, is_joined, kind_of, stage_of
+from zeropipe.core.packed import PackedRows, encode, is_joined, kind_of, stage_of
 from zeropipe.core.schedule import Program, Schedule
 from zeropipe.errors import ConfigError, ScheduleError
 
@@ -223,11 +223,11 @@ def check_kernel(codes: Ints, offsets: Ints, num_stages: int, held: HeldStages, 
 def _shards_error(program: Program, index: int, fault: int) -> ScheduleError:
     packed = program.packed
     rank, step = packed.locate(index)
-    action = decode(packed.view[index])
+    action = program.schedule.decode(packed.view[index])
     stage, last = action.stage, None
     for code in packed.row(rank):
         if kind_of(code) in (B, W) and stage_of(code) == stage:
-            last = decode(code)
+            last = program.schedule.decode(code)
     reason = {
         _INSIDE_OVERLAP: "is between the two actions of an Overlap; move it before or after them",
         _WRONG_RANK: f"is on the wrong rank: the placement puts no stage {stage} there",

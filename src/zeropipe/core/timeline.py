@@ -12,7 +12,7 @@ from zeropipe.core.action import Action, Kind
 from zeropipe.core.jit import Floats, Ints, arrays
 from zeropipe.core.offload_timeline import Offloading
 from zeropipe.core.overlap import walk_step
-from zeropipe.core.packed import decode, is_joined
+from zeropipe.core.packed import is_joined
 from zeropipe.core.phases import Phases, PhaseSpan
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.shard_timeline import Sharding
@@ -91,7 +91,7 @@ class Timeline:
         starts = memoryview(self.start).cast("d")[begin:end]
         ends = memoryview(self.end).cast("d")[begin:end]
         for code, first, last in zip(codes, starts, ends, strict=True):
-            yield Span(rank, decode(code), first, last)
+            yield Span(rank, self.schedule.decode(code), first, last)
 
     def steps(self, rank: int) -> Iterator[tuple[Span, ...]]:
         """The steps of `rank`: one span each, or the two of an Overlap."""
@@ -111,7 +111,7 @@ class Timeline:
         spans = walk_step(self.phases, actions)
         rest = max(0.0, step[0].end - step[0].start - max((span.end for span in spans), default=0.0))
         last = self.schedule.num_stages - 1
-        is_first = any(stage == (0 if kind is Kind.F else last) for stage, kind, _ in actions)
+        is_first = any(action.stage == (0 if action.kind is Kind.F else last) for action in actions)
         begin = step[0].start + (rest if is_first else 0.0)
         yield from (span._replace(start=begin + span.start, end=begin + span.end) for span in spans)
 

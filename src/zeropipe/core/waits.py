@@ -47,9 +47,8 @@ def _require_one_clock(timeline: Timeline, steps: Sequence[tuple[Span, ...]], re
 def _waits_for_others(action: Action, timeline: Timeline) -> bool:
     """Whether another rank computes an input of the action."""
     schedule = timeline.schedule
-    own, *others = (
-        schedule.placement.rank_of(one.stage, one.microbatch) for one in (action, *needs(action, schedule.num_stages))
-    )
+    needed = needs(action, schedule.num_stages, schedule.num_slices)
+    own, *others = (schedule.placement.rank_of(one.stage, one.microbatch) for one in (action, *needed))
     return any(rank != own for rank in others)
 
 
@@ -65,4 +64,5 @@ def _result(action: Action) -> Action:
 
 def _ready(action: Action, ends: dict[Action, float], timeline: Timeline) -> float:
     """When the inputs of an action are there."""
-    return max((ends[need] for need in needs(action, timeline.schedule.num_stages)), default=float("-inf"))
+    schedule = timeline.schedule
+    return max((ends[need] for need in needs(action, schedule.num_stages, schedule.num_slices)), default=float("-inf"))

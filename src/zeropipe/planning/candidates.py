@@ -117,6 +117,7 @@ def list_variants(names: Sequence[str] | None, has_overlap_costs: bool) -> list[
     """
     if names is None:
         names = [entry.name for entry in entries() if entry.is_ours and (has_overlap_costs or not entry.overlaps)]
+        names = [name for name in names if not find(name).sliced]
     return list(dict.fromkeys(variant for name in names for variant in _parse_variants(name)))
 
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from zeropipe.core.action import Kind
-from zeropipe.core.packed import JOINED, encode
+from zeropipe.core.action import Action, Kind
+from zeropipe.core.packed import JOINED, encode, microbatch_of, pack
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.errors import ScheduleError
 
@@ -31,11 +31,12 @@ class Beat(NamedTuple):
 
 
 class Lane:
-    """One rank's row in the making. Each call appends the next microbatch of that stage.
+    """One rank's row in the making. Each call appends the next microbatch of that stage, or the next slice of one.
 
     `f`, `b`, `i` take the microbatches of a stage in order; `w` takes the oldest I whose W is pending. With two
-    copies of the model, a stage's microbatches are those of the copy this rank holds. Other orders are written with
-    `at`, `weave` and `repeat`, which name the microbatches.
+    copies of the model, a stage's microbatches are those of the copy this rank holds. With slices, `f` takes the slices
+    of a microbatch in order, `b` and `i` in the opposite one. Other orders are written with `at`, `weave` and `repeat`,
+    which name the microbatches.
     """
 
     def __init__(self, rank: int, problem: Problem, placement: Placement) -> None:
@@ -58,17 +59,18 @@ class Lane:
         """`times` full backwards of `stage`."""
         first = self._take(self._next_b, stage, times) | _B
         if times == 1:
-            self.codes.append(first)
+            self.codes.append(self._turned(first))
         else:
-            self.codes.extend(range(first, first + times * _NEXT, _NEXT))
+            self.codes.extend(map(self._turned, range(first, first + times * _NEXT, _NEXT)))
 
     def i(self, stage: int, times: int = 1) -> None:
         """`times` input-gradient backwards of `stage`; each needs a `w` later."""
         first = self._take(self._next_b, stage, times) | _I
         pending = self._pending.setdefault(stage, deque())
         for code in range(first, first + times * _NEXT, _NEXT):
-            pending.append((len(self.codes), code))
-            self.codes.append(code)
+            turned = self._turned(code)
+            pending.append((len(self.codes), turned))
+            self.codes.append(turned)
 
     def w(self, stage: int | None = None, times: int = 1) -> None:
         """`times` weight gradients, oldest first, of `stage` or of whichever stage has the oldest."""
@@ -98,12 +100,12 @@ class Lane:
         warnings.warn("Lane.owed is deprecated: use pending_w", DeprecationWarning, stacklevel=2)
         return self.pending_w
 
-    def at(self, stage: int, kind: Kind, microbatch: int) -> None:
-        """Append one action, with its microbatch."""
+    def at(self, stage: int, kind: Kind, microbatch: int, slice: int | None = None) -> None:
+        """Append one action, with its microbatch, and its slice if there are several."""
         self._require_stage(stage)
         if microbatch < 0:
             raise ScheduleError(f"rank {self.rank} writes microbatch {microbatch}: must be non-negative")
-        self.codes.append(encode(stage, kind, microbatch))
+        self.codes.extend(pack([Action(stage, kind, microbatch, slice)], self._problem.num_slices))
 
     def weave(self, *streams: tuple[int, array[int]]) -> None:
         """Append several streams of actions side by side: in turn t comes number t - lag of each (lag, stream)."""
@@ -124,7 +126,7 @@ class Lane:
 
     def trim(self) -> None:
         """Leave out the microbatches beyond the last, after a pattern that needs a minimum of them."""
-        end = self._problem.num_microbatches * _NEXT
+        end = self._problem.total_slices * _NEXT
         self.codes = array("q", (code for code in self.codes if code < end))
 
     def _take(self, following: dict[int, int], stage: int, times: int) -> int:
@@ -141,7 +143,12 @@ class Lane:
         """The first microbatch of `stage` on this rank."""
         self._require_stage(stage)
         copy = next((c for c, table in enumerate(self._placement.copies) if table[stage] == self.rank), 0)
-        return 0 if copy == 0 else self._placement.second_from or 0
+        return 0 if copy == 0 else (self._placement.second_from or 0) * self._problem.num_slices
+
+    def _turned(self, code: int) -> int:
+        """The code of the backward that is as far from the microbatch's last slice as `code` is from its first one."""
+        num_slices = self._problem.num_slices
+        return code if num_slices == 1 else code + (num_slices - 1 - 2 * (microbatch_of(code) % num_slices)) * _NEXT
 
     def _require_stage(self, stage: int) -> None:
         """ScheduleError for a stage that is not there."""
@@ -153,8 +160,11 @@ class Lane:
             )
 
 
-def run(stage: int, kind: Kind, microbatches: range) -> array[int]:
-    """The packed codes of one stage and kind for some microbatches."""
+def run(stage: int, kind: Kind, microbatches: range, num_slices: int = 1) -> array[int]:
+    """The packed codes of one stage and kind for some microbatches; slices of backwards are in the opposite order."""
+    if num_slices > 1:
+        order = range(num_slices) if kind is Kind.F else range(num_slices - 1, -1, -1)
+        return array("q", (encode(stage, kind, m * num_slices + slice) for m in microbatches for slice in order))
     action = encode(stage, kind, 0)
     start, stop, step = (n * _NEXT for n in (microbatches.start, microbatches.stop, microbatches.step))
     return array("q", range(action + start, action + stop, step))

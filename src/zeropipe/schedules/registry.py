@@ -12,7 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES
+from zeropipe.core.action import MAX_MICROBATCHES, MAX_SLICES, MAX_STAGES
 from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix
 from zeropipe.core.packed import PackedRows
 from zeropipe.core.placement import Placement, PlacementRule, Problem, require_placement
@@ -21,6 +21,7 @@ from zeropipe.core.units import to_python
 from zeropipe.errors import ConfigError, ZeropipeError, short
 from zeropipe.schedules.lane import Lane
 
+SLICES = "slices"  # the option for the number of slices of each microbatch
 ENTRY_POINTS = "zeropipe.schedules"
 FILES = (*SCHEDULE_SUFFIXES, ".toml", ".py")  # suffixes that the name of a schedule must not have
 
@@ -35,6 +36,7 @@ class Entry:
     stages_per_rank: tuple[int, ...]  # the allowed numbers; the first one is the default
     splits_backward: bool = False
     overlaps: bool = False
+    sliced: bool = False  # made for slices: with one slice it is like another schedule
     aliases: tuple[str, ...] = ()
     paper: str = ""
     limits: str = ""  # what `require` refuses, in words
@@ -62,6 +64,11 @@ class Entry:
             return self.placement(Problem(4, 4 * self.stages_per_rank[0], 8)).name
         except Exception:  # a user's rule, which may refuse this size
             return "custom"
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether it can divide the sequences of a microbatch into slices: it has the option `slices`."""
+        return SLICES in self.options
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -97,6 +104,7 @@ def register(
     stages_per_rank: int | tuple[int, ...] = 1,
     splits_backward: bool = False,
     overlaps: bool = False,
+    sliced: bool = False,
     aliases: tuple[str, ...] = (),
     paper: str = "",
     limits: str = "",
@@ -125,7 +133,7 @@ def register(
                 where = f"{other.name} of {_home(other.write)}"
                 raise ConfigError(f"the schedule name {clash.pop()!r} is taken by {where}: choose another")
         _entries[name] = Entry(
-            name, write, placement, allowed, splits_backward, overlaps, aliases, paper, limits, require
+            name, write, placement, allowed, splits_backward, overlaps, sliced, aliases, paper, limits, require
         )
         return write
 
@@ -204,12 +212,15 @@ def build_entry(
         raise ConfigError(f"{ranks} ranks x {per_rank} stages per rank are too many: at most {MAX_STAGES} stages")
     for option in options:
         if option not in entry.options:
+            if option == SLICES:
+                able = ", ".join(other.name for other in entries() if other.has_slices)
+                raise ConfigError(f"slices={short(options[option])}: {entry.name} has no slices; use one of {able}")
             has = f"its options are {', '.join(entry.options)}" if entry.options else "it has none"
             raise ConfigError(f"{entry.name} has no option {option!r}: {has}")
     for option in entry.needed_options:
         if option not in options:
             raise ConfigError(f"{entry.name} needs its option {option!r}, which has no default; pass {option}=VALUE")
-    problem = Problem(ranks, ranks * per_rank, microbatches)
+    problem = Problem(ranks, ranks * per_rank, microbatches, num_slices=_num_slices(entry, options, microbatches))
     try:
         if entry.require is not None:
             entry.require(problem, **{**entry.options, **options})
@@ -234,6 +245,22 @@ def build_entry(
         ) from error
     again = partial(_rebuild, entry.name, ranks, per_rank, tuple(sorted(options.items())))
     return Schedule(problem, placement, PackedRows.of(lane.codes for lane in lanes), entry.name, again)
+
+
+def _num_slices(entry: Entry, options: Mapping[str, Any], microbatches: int) -> int:
+    """The slices of each microbatch that the options ask for; ConfigError unless they are possible."""
+    number = options.get(SLICES, entry.options.get(SLICES, 1))
+    if type(number) is not int or not 1 <= number < MAX_SLICES:
+        raise ConfigError(f"slices={short(number)}: must be an integer from 1 to {MAX_SLICES - 1}")
+    if microbatches * number > MAX_MICROBATCHES:
+        raise ConfigError(f"{microbatches} microbatches of {number} slices: at most {MAX_MICROBATCHES} are supported")
+    return number
+
+
+def slices_of(options: Mapping[str, Any]) -> int:
+    """The number of slices that options ask for; 1 if it is not a possible one, which `build_entry` refuses."""
+    number = options.get(SLICES, 1)
+    return number if type(number) is int and number > 0 else 1
 
 
 def _rebuild(name: str, ranks: int, per_rank: int, options: tuple[tuple[str, Any], ...], microbatches: int) -> Schedule:

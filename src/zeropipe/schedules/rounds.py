@@ -14,12 +14,12 @@ from zeropipe.schedules.lane import run
 def groups(p: Problem, group_size: int | None = None) -> list[range]:
     """The microbatches of each round: all groups have `group_size`, the last one has the rest.
 
-    By default there are as many groups as possible with at least one microbatch per rank; their sizes differ by at most
-    one.
+    By default there are as many groups as possible with at least one slice of a microbatch per rank; their sizes differ
+    by at most one.
     """
     if group_size is not None:
         return [range(p.num_microbatches)[at : at + group_size] for at in range(0, p.num_microbatches, group_size)]
-    rounds = max(1, p.num_microbatches // p.num_ranks)
+    rounds = max(1, p.num_microbatches // -(-p.num_ranks // p.num_slices))
     size, larger = divmod(p.num_microbatches, rounds)
     starts = [n * size + min(n, larger) for n in range(rounds + 1)]
     return [range(*pair) for pair in pairwise(starts)]
@@ -52,17 +52,17 @@ def require_group_size(p: Problem, group_size: int | None, least: int, overlaps:
 
 def forwards(rank: int, p: Problem, rounds: list[range]) -> array[int]:
     """A rank's forwards: each group through all its stages before the next group."""
-    return _in_rounds(Kind.F, range(rank, p.num_stages, p.num_ranks), rounds)
+    return _in_rounds(Kind.F, range(rank, p.num_stages, p.num_ranks), rounds, p.num_slices)
 
 
 def backwards(kind: Kind, rank: int, p: Problem, rounds: list[range]) -> array[int]:
     """A rank's backwards of one kind: groups in the same order, stages from the last."""
-    return _in_rounds(kind, range(rank, p.num_stages, p.num_ranks)[::-1], rounds)
+    return _in_rounds(kind, range(rank, p.num_stages, p.num_ranks)[::-1], rounds, p.num_slices)
 
 
-def _in_rounds(kind: Kind, stages: range, rounds: list[range]) -> array[int]:
+def _in_rounds(kind: Kind, stages: range, rounds: list[range], num_slices: int) -> array[int]:
     codes = array("q")
     for group in rounds:
         for stage in stages:
-            codes.extend(run(stage, kind, group))
+            codes.extend(run(stage, kind, group, num_slices))
     return codes

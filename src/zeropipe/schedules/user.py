@@ -13,7 +13,7 @@ from zeropipe.core.limits import COMMAND_LINE, num_actions, require_times
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError, ScheduleError, ZeropipeError
-from zeropipe.schedules.registry import Entry, build_entry, entries, find
+from zeropipe.schedules.registry import Entry, build_entry, entries, find, slices_of
 
 
 def load(
@@ -51,7 +51,8 @@ def load_any(
     if ranks > 0 and microbatches > 0:  # otherwise `build` reports the missing option
         COMMAND_LINE.require_ranks(ranks)
         per_rank = entry.stages_per_rank[0] if stages_per_rank is None else stages_per_rank
-        COMMAND_LINE.require_actions(num_actions(entry.splits_backward, ranks, microbatches, per_rank), entry.name)
+        per_stage = microbatches * slices_of(options)
+        COMMAND_LINE.require_actions(num_actions(entry.splits_backward, ranks, per_stage, per_rank), entry.name)
     return build_entry(entry, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank, **options)
 
 

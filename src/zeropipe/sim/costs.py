@@ -18,6 +18,7 @@ from zeropipe.core.action import Kind
 from zeropipe.core.phases import StagePhases
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.shard_actions import require_policy
+from zeropipe.core.slices import require_sizes
 from zeropipe.core.units import count_text, to_python
 from zeropipe.errors import ConfigError, short
 from zeropipe.sim.phase_costs import RULE as PHASES_RULE
@@ -52,7 +53,18 @@ class Link(NamedTuple):
 SAME_LINK = Link()  # as in the costs
 
 FieldType = Literal[
-    "per stage", "number", "memory", "bandwidth", "integer", "switch", "choice", "text", "link", "links", "phases"
+    "per stage",
+    "number",
+    "memory",
+    "bandwidth",
+    "integer",
+    "switch",
+    "choice",
+    "text",
+    "link",
+    "links",
+    "phases",
+    "sizes",
 ]
 _RULES: dict[FieldType, str] = {
     "per stage": "must be a non-negative number",
@@ -65,6 +77,7 @@ _RULES: dict[FieldType, str] = {
     "link": "must be a table with p2p and bandwidth",
     "links": "must be a table like 0-1 = {p2p = 1e-5}",
     "phases": PHASES_RULE,
+    "sizes": "must be positive numbers, one for each slice",
 }
 
 
@@ -120,6 +133,11 @@ class Costs:
     `phases` are those of the layers of each stage: attention, dispatch, experts, combine. They are a part of f, i and
     w, which are their sums by default, and the time of an Overlap follows from them. Dispatch and combine are times, or
     with `exchange_bandwidth` bytes; under way, they take `sm_tax` of the GPU from computations.
+
+    In a schedule with slices, a slice has its share of a microbatch's times, messages and memory: equal shares, or
+    those of `slice_sizes`. But `f_attention` and `i_attention`, parts of f and i, grow with the square of the tokens: a
+    slice attends to all before it, too. The slices of a microbatch share `keys`, from the first F to the last backward,
+    and `key_gradients`, from the first backward to the last.
     """
 
     f: PerStage | None = _time("Time of a forward.")
@@ -186,6 +204,13 @@ class Costs:
         "bandwidth", None, "Bytes per unit of time of dispatch and combine; without it they are times."
     )
     sm_tax: float = _field("number", 0.0, "Part of a GPU that an exchange under way takes from computations.")
+    slice_sizes: Sequence[float] | None = _field(
+        "sizes", None, "Tokens of each slice, or numbers in their ratio; equal by default."
+    )
+    f_attention: PerStage = _field("per stage", 0.0, "Part of f that is attention between tokens.")
+    i_attention: PerStage = _field("per stage", 0.0, "Part of i that is attention between tokens.")
+    keys: PerStage = _field("per stage", 0.0, "Memory of a microbatch's keys and values, which its slices share.")
+    key_gradients: PerStage = _field("per stage", 0.0, "Memory of the gradients of these keys and values.")
     memory_limit: float | None = _field(
         "memory", None, "Memory of a rank, like 40 or 40GB; a schedule that needs more cannot win."
     )
@@ -353,6 +378,7 @@ COST_FIELDS: dict[str, CostField] = {one.name: one.metadata["cost"] for one in f
 PER_STAGE = tuple(name for name, cost in COST_FIELDS.items() if cost.type == "per stage")
 PHASE_TIMES = {"f": Kind.F, "i": Kind.I, "w": Kind.W}  # which are sums of phases by default
 PHASE_FIELDS = ("phases", "exchange_bandwidth", "sm_tax")
+SLICE_FIELDS = ("slice_sizes", "f_attention", "i_attention", "keys", "key_gradients")
 _ROUNDING = 1e-9  # of sums
 WORKSPACES = ("workspace", "i_workspace")  # of the action that runs: stages on one rank share it
 SHARD_COLUMNS = ("unshard", "reduce", "full_weights", "gathered_weights", "full_gradients")
@@ -364,7 +390,7 @@ TIME_FIELDS = ("f", "i", "w", "b", "overlap")
 def flat_fields() -> dict[str, CostField]:
     """The fields as a form has them: one value each. `inter_node` is `inter_p2p` and `inter_bandwidth`.
 
-    It has neither `edges` nor what goes with phases.
+    It has neither `edges` nor what goes with phases or slices.
     """
     flat: dict[str, CostField] = {}
     for name, cost in COST_FIELDS.items():
@@ -372,7 +398,7 @@ def flat_fields() -> dict[str, CostField]:
             for part, quantity in (("p2p", "Latency"), ("bandwidth", "Bandwidth")):
                 help = f"{quantity} {cost.help}; {part} by default."
                 flat[f"inter_{part}"] = CostField(COST_FIELDS[part].type, help)
-        elif cost.type != "links" and name not in PHASE_FIELDS:
+        elif cost.type != "links" and name not in (*PHASE_FIELDS, *SLICE_FIELDS):
             flat[name] = cost
     return flat
 
@@ -419,6 +445,8 @@ def _parse_field(name: str, cost: CostField, value: Any) -> Any:
         return None
     if cost.type == "phases":
         return parse_phases(value)
+    if cost.type == "sizes":
+        return require_sizes(value)
     if cost.type == "per stage":
         return _parse_per_stage(name, value)
     if cost.type in ("number", "memory", "bandwidth"):

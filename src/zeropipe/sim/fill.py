@@ -92,6 +92,8 @@ def _fill_sharded(original: Timeline, divided: Timeline, costs: Costs) -> Schedu
 
 def divide_weights(schedule: Schedule, weight_parts: int) -> Schedule:
     """`schedule` with every W in `weight_parts` equal parts, in sequence."""
+    if schedule.num_slices > 1:
+        raise ConfigError(f"weight_parts={weight_parts!r}: {schedule.name} has slices, whose W are not divided")
     if type(weight_parts) is not int or not 1 <= weight_parts <= MAX_WEIGHT_PARTS:
         raise ConfigError(f"weight_parts={weight_parts!r}: must be an integer from 1 to {MAX_WEIGHT_PARTS}")
     if schedule.offloading is not None:

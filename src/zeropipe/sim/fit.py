@@ -12,6 +12,7 @@ from zeropipe.core.action import Kind
 from zeropipe.core.explain import find_reasons, idle_times
 from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.timeline import Span, Timeline
+from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs
 
 
@@ -21,6 +22,11 @@ def fit(timeline: Timeline) -> Costs:
     The time that a rank spends between two actions without waiting for data (the executor's overhead) is divided evenly
     among its actions.
     """
+    if timeline.schedule.num_slices > 1:
+        raise ConfigError(
+            f"{timeline.title} has {timeline.schedule.num_slices} slices per microbatch: costs are fitted to runs "
+            "without slices only"
+        )
     num_stages = timeline.schedule.num_stages
     steps = [step for rank in range(timeline.num_ranks) for step in timeline.steps(rank)]
     durations = _durations_without_waits(timeline)
@@ -122,7 +128,7 @@ def _fit_sharding(
         gathers = Counter[int]()
         last_end = _last_gradient_ends(timeline, rank, durations)
         event_sizes = memoryview(sharding.size).cast("d")[begin:stop]
-        for ((stage, kind, _), start, end), size in zip(sharding.events(rank), event_sizes, strict=True):
+        for ((stage, kind, *_), start, end), size in zip(sharding.events(rank), event_sizes, strict=True):
             sizes[kind][stage] = size
             if kind is Kind.UNSHARD:
                 max_rate = max(max_rate, size / (end - start) if end > start else 0.0)

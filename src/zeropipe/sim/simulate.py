@@ -186,7 +186,13 @@ def simulate_kernel(
     """
     codes, offsets, remote, own, makes, to = deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to
     durations, savings, num_stages = costs.durations, costs.savings, costs.num_stages
-    activation, stash, num_weight_parts = costs.activation, costs.stash, costs.num_weight_parts
+    activation, released, stash, num_weight_parts = (
+        costs.activation,
+        costs.released,
+        costs.stash,
+        costs.num_weight_parts,
+    )
+    num_rows = costs.num_slices * num_stages
     edges, travel, transfer = costs.edges, costs.travel, costs.transfer
     ended, arrived, waiter = results.ended, results.arrived, results.waiter
     stack, position = ranks.stack, ranks.position
@@ -243,14 +249,16 @@ def simulate_kernel(
                     at, last, rank, begin, memory, codes, costs, shards, shard_state
                 )
             for half in range(at, last + 1):
-                stage = stage_of(codes[half])
+                row = _row_of(codes[half], costs)
                 kind = kind_of(codes[half])
-                duration += durations[kind * num_stages + stage]
+                duration += durations[kind * num_rows + row]
                 if last > at:
                     # an Overlap of two stages saves the mean of the savings of each stage's own pair
-                    duration -= savings[stage] / 2
+                    duration -= savings[row] / 2
                 if kind == F:
-                    memory += activation[stage]
+                    memory += activation[row]
+                elif kind != W:
+                    memory += costs.key_gradients[row]
             if last > at and costs.num_classes:
                 duration -= phase_saving(costs, codes[at], codes[last])
             finish = begin + max(duration, 0.0)
@@ -259,27 +267,27 @@ def simulate_kernel(
             now = finish
             needed_memory = memory
             for half in range(at, last + 1):
-                stage = stage_of(codes[half])
+                row = _row_of(codes[half], costs)
                 kind = kind_of(codes[half])
                 if kind == B:
-                    needed_memory += costs.workspace[stage]
+                    needed_memory += costs.workspace[row]
                 elif kind == I:
-                    needed_memory += costs.i_workspace[stage]
+                    needed_memory += costs.i_workspace[row]
             for half in range(at, last + 1):
                 start[half] = begin
                 end[half] = finish
                 during[half] = needed_memory
             for half in range(at, last + 1):
                 code = codes[half]
-                if last > at:  # else stage and kind are set above
-                    stage = stage_of(code)
+                if last > at:  # else row and kind are set above
+                    row = _row_of(code, costs)
                     kind = kind_of(code)
                 if kind == B:
-                    memory -= activation[stage]
+                    memory -= released[row]
                 elif kind == I:
-                    memory -= activation[stage] - stash[stage]
+                    memory -= released[row] - stash[row]
                 elif kind == W:
-                    memory -= stash[stage] / num_weight_parts
+                    memory -= stash[row] / num_weight_parts
                 result = makes[half]
                 if result < 0:
                     continue
@@ -287,7 +295,8 @@ def simulate_kernel(
                 arrived[result] = finish
                 if to[half] >= 0:
                     offset = copy_offset(microbatch_of(code), costs.second_from, num_stages)
-                    message = message_index(offset, stage, 0 if kind == F else 1)
+                    message = message_index(offset, stage_of(code), 0 if kind == F else 1)
+                    message += row // num_stages * costs.num_messages
                     blocks = half < ranks.first_nonblocking[rank] or half > ranks.last_nonblocking[rank]
                     sent = now if blocks else finish
                     if costs.serial_links and edge_free[edges[message]] > sent:
@@ -308,6 +317,15 @@ def simulate_kernel(
         ranks.clock[rank] = now
         ranks.memory[rank] = memory
     return remaining == 0
+
+
+def _row_of(code: int, costs: CostTables) -> int:
+    """The index of an action's slice and stage in the tables of costs."""
+    stage: int = stage_of(code)
+    if costs.num_slices == 1:
+        return stage
+    slice: int = microbatch_of(code) % costs.num_slices
+    return slice * costs.num_stages + stage
 
 
 def _run_sharding_action(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 from zeropipe.core.action import B, F
@@ -12,12 +14,16 @@ from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.phases import StagePhases
 from zeropipe.core.schedule import Schedule
 from zeropipe.sim.costs import OFFLOAD_COLUMNS, SHARD_COLUMNS, WORKSPACES, Costs
+from zeropipe.sim.slice_costs import SliceCosts
 
 
 class CostTables(NamedTuple):
-    """Times by kind and stage, messages by `message_index`, memory by stage."""
+    """Times by kind, slice and stage, messages by slice and `message_index`, memory by slice and stage.
 
-    durations: Floats  # at kind * num_stages + stage; for W, of one part
+    The index of a slice and stage is their row: slice * num_stages + stage.
+    """
+
+    durations: Floats  # at kind * num_slices * num_stages + row; for W, of one part
     savings: Floats  # the time that an Overlap of a stage's F and B saves
     phase_savings: Floats  # the same of stages with phases: by has B (or I), class of the stage of F, of the other
     phase_class: Ints  # of each stage: stages with equal phases are one class; empty without phases
@@ -26,12 +32,16 @@ class CostTables(NamedTuple):
     transfer: Floats  # time for which a message occupies its edge: without the latency
     edges: Ints  # the edge of each message
     num_edges: int
+    num_messages: int  # of each slice
     serial_links: bool
-    activation: Floats
+    activation: Floats  # that an F allocates; that of the first slice with the keys of its microbatch
+    released: Floats  # that a B or I frees
+    key_gradients: Floats  # that a B or I allocates: that of the last slice
     stash: Floats
     workspace: Floats  # of a B
     i_workspace: Floats
     num_stages: int
+    num_slices: int
     num_weight_parts: int
     second_from: int  # the first microbatch of the placement's second copy
 
@@ -58,24 +68,26 @@ class OffloadTables(NamedTuple):
 def build_cost_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> CostTables:
     """The tables of `schedule` under `costs`."""
     num_stages, num_weight_parts = schedule.num_stages, schedule.problem.num_weight_parts
-    f, b, i, w, overlap = (costs.column(name, num_stages) for name in ("f", "b", "i", "w", "overlap"))
-    activation, stash, workspace, i_workspace = (
-        costs.column(name, num_stages) for name in ("activation", "stash", *WORKSPACES)
-    )
+    sliced = SliceCosts.of(schedule, costs)
+    f, b, i, w, overlap = sliced.times()
+    stash, workspace, i_workspace = (sliced.rows(name) for name in ("stash", *WORKSPACES))
+    activation, released, key_gradients = sliced.memory()
     costs.require_ranks(schedule.num_ranks)
     numbers, edges = number_edges(schedule.placement)
-    travel, transfer = _message_times(schedule, costs, numbers, edges)
+    travel, transfer = _message_times(schedule, costs, numbers, edges, sliced.shares)
     phase_class, pair_savings = phase_savings(costs, num_stages)
     return CostTables(
         durations=xp.list_floats([*f, *b, *i, *(time / num_weight_parts for time in w)]),
         savings=xp.list_floats([one + other - both for one, other, both in zip(f, b, overlap, strict=True)]),
         phase_savings=xp.list_floats(pair_savings), phase_class=xp.list_ints(phase_class),
         num_classes=max(phase_class, default=-1) + 1,
-        travel=xp.list_floats(travel), transfer=xp.list_floats(transfer), edges=xp.list_ints(numbers),
-        num_edges=len(edges), serial_links=costs.serial_links,
-        activation=xp.list_floats(activation), stash=xp.list_floats(stash),
-        workspace=xp.list_floats(workspace), i_workspace=xp.list_floats(i_workspace),
-        num_stages=num_stages, num_weight_parts=num_weight_parts, second_from=schedule.second_from,
+        travel=xp.list_floats(travel), transfer=xp.list_floats(transfer),
+        edges=xp.list_ints(numbers * schedule.num_slices),
+        num_edges=len(edges), num_messages=len(numbers), serial_links=costs.serial_links,
+        activation=xp.list_floats(activation), released=xp.list_floats(released),
+        key_gradients=xp.list_floats(key_gradients), stash=xp.list_floats(stash),
+        workspace=xp.list_floats(workspace), i_workspace=xp.list_floats(i_workspace), num_stages=num_stages,
+        num_slices=schedule.num_slices, num_weight_parts=num_weight_parts, second_from=schedule.second_slice_from,
     )  # fmt: skip
 
 
@@ -128,17 +140,17 @@ def constant_memory(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def _message_times(
-    schedule: Schedule, costs: Costs, numbers: list[int], edges: list[tuple[int, int]]
+    schedule: Schedule, costs: Costs, numbers: list[int], edges: list[tuple[int, int]], shares: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """The time that each message travels, and for which it occupies its edge."""
+    """The time that each message travels, and for which it occupies its edge: those of each slice, by its share."""
     size = costs.column("message", schedule.num_stages)
     links = [costs.link(*edge) for edge in edges]
-    travel, transfer = [0.0] * len(numbers), [0.0] * len(numbers)
-    for index, edge in enumerate(numbers):
+    travel, transfer = [0.0] * len(numbers) * len(shares), [0.0] * len(numbers) * len(shares)
+    for at, (share, (index, edge)) in enumerate(product(shares, enumerate(numbers))):
         if edge >= 0:
             p2p, bandwidth = links[edge]
             # the gradient that goes back over a boundary is as large as the activation that crossed it
             boundary = index // 2 % schedule.num_stages - index % 2
-            transfer[index] = size[boundary] / bandwidth if bandwidth else 0.0
-            travel[index] = transfer[index] + (p2p or 0.0)
+            transfer[at] = share * size[boundary] / bandwidth if bandwidth else 0.0
+            travel[at] = transfer[at] + (p2p or 0.0)
     return travel, transfer

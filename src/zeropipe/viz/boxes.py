@@ -27,10 +27,26 @@ class Boxes:
     shade: NDArray[np.int64]
     num_shades: int
     makespan: float
+    slice: NDArray[np.int64] | None = None  # None in a schedule without slices
 
     @property
     def num_ranks(self) -> int:
         return len(self.offsets) - 1
+
+    def label(self, i: int) -> str:
+        """The microbatch of a box, `3`, or with its slice, `3.1`."""
+        return f"{self.microbatch[i]}{'' if self.slice is None else f'.{self.slice[i]}'}"
+
+    @property
+    def longest_label(self) -> int:
+        """The length of the longest label."""
+        longest = len(str(self.microbatch.max(initial=0)))
+        return longest if self.slice is None else longest + 1 + len(str(self.slice.max(initial=0)))
+
+    def names(self) -> list[str]:
+        """The actions as text, like `2F0` or `2F0.3`."""
+        kinds = self.kind.tolist()
+        return [f"{stage}{'FBIW'[kinds[i]]}{self.label(i)}" for i, stage in enumerate(self.stage.tolist())]
 
 
 def boxes(timeline: Timeline) -> Boxes:
@@ -40,13 +56,15 @@ def boxes(timeline: Timeline) -> Boxes:
     half = joined * UPPER
     half[1:] += joined[:-1] * LOWER
     kind, stage, microbatch = kind_of(codes), stage_of(codes), microbatch_of(codes)
+    num_slices = timeline.schedule.num_slices
+    microbatch, slice_ = (microbatch, None) if num_slices == 1 else np.divmod(microbatch, num_slices)
     shades = np.array(shade_table(timeline.schedule.placement), np.int64)
     copy = (microbatch >= timeline.schedule.second_from).astype(np.int64)
     start = np.frombuffer(timeline.start, np.float64) - timeline.first_start
     end = np.frombuffer(timeline.end, np.float64) - timeline.first_start
     return Boxes(
         np.array(timeline.schedule.packed.offsets, np.int64), start, end, kind, stage, microbatch, half,
-        shades[copy, stage], int(shades.max(initial=0)) + 1, timeline.makespan,
+        shades[copy, stage], int(shades.max(initial=0)) + 1, timeline.makespan, slice_,
     )  # fmt: skip
 
 

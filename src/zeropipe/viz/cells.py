@@ -119,8 +119,8 @@ def owners(model: Boxes, rank: int, columns: int, step: float) -> list[int]:
 
 
 def _named(model: Boxes, step: float, plain: bool) -> frozenset[tuple[int, bool]]:
-    """The looks of boxes with space for the longest microbatch number and, without colours, their letter."""
-    longest = len(str(model.microbatch.max(initial=0)))
+    """The looks of boxes with space for the longest label and, without colours, their letter."""
+    longest = model.longest_label
     whole = kinds_with_room(model, step * (longest + plain))
     return frozenset(look for look in whole if not look[1]) | frozenset(
         look for look in kinds_with_room(model, step * (2 * longest + 2)) if look[1]
@@ -129,11 +129,11 @@ def _named(model: Boxes, step: float, plain: bool) -> frozenset[tuple[int, bool]
 
 def _box(row: Text, model: Boxes, i: int, cells: int, plain: bool, named: frozenset[tuple[int, bool]]) -> None:
     kind, half = int(model.kind[i]), bool(model.half[i])
-    label = str(model.microbatch[i]) if (kind, half) in named else ""
+    label = model.label(i) if (kind, half) in named else ""
     fill = shades(KINDS[kind], model.num_shades)[int(model.shade[i])]
     if half:
         below = shades(KINDS[int(model.kind[i + 1])], model.num_shades)[int(model.shade[i + 1])]
-        both = f"X{label}&{model.microbatch[i + 1]}" if label else "X"
+        both = f"X{label}&{model.label(i + 1)}" if label else "X"
         text = (both if len(both) <= cells else "X").ljust(cells, "-") if plain else HALVES * cells
         row.append(text, None if plain else Style(color=fill, bgcolor=below))
     elif plain:

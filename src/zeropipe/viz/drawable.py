@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeropipe.core.jit import Floats, Ints, arrays
-from zeropipe.core.packed import decode, is_joined
+from zeropipe.core.packed import is_joined
 from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.viz.words import one_line
@@ -94,4 +94,4 @@ def find_early(offsets: Ints, codes: Ints, start: Floats) -> int:
 
 
 def _action(timeline: Timeline, at: int) -> str:
-    return str(decode(memoryview(timeline.schedule.packed.codes).cast("q")[at]))
+    return str(timeline.schedule.decode(memoryview(timeline.schedule.packed.codes).cast("q")[at]))

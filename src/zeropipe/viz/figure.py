@@ -185,9 +185,7 @@ def _label_sizes(model: Boxes, height: float, style: Style, scale: float) -> Lab
     """(kind, is it half of an Overlap) -> font size, for those whose longest label fits."""
     if style.labels == "none" or not len(model.start):
         return {}
-    longest = len(_label(model, int(model.microbatch.argmax()), style.labels))
-    if style.labels == "action":
-        longest = len(f"{model.stage.max()}F{model.microbatch.max()}")
+    longest = model.longest_label + (len(f"{model.stage.max()}F") if style.labels == "action" else 0)
     per_size = GLYPH * longest / FILLED  # points of width per point of font
     sizes: Labels = {}
     for kind, half in kinds_with_room(model, (LEAST * per_size + _gap(LEAST * per_size)) / scale):
@@ -200,11 +198,11 @@ def _label_sizes(model: Boxes, height: float, style: Style, scale: float) -> Lab
 
 
 def _label(model: Boxes, i: int, labels: str) -> str:
-    return str(model.microbatch[i]) if labels == "microbatch" else _name(model, i)
+    return model.label(i) if labels == "microbatch" else _name(model, i)
 
 
 def _name(model: Boxes, i: int) -> str:
-    return f"{model.stage[i]}{KINDS[int(model.kind[i])]}{model.microbatch[i]}"
+    return f"{model.stage[i]}{KINDS[int(model.kind[i])]}{model.label(i)}"
 
 
 def _gap(width: float) -> float:

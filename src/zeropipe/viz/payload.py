@@ -54,6 +54,7 @@ def _timeline(timeline: Timeline, shades: list[list[int]]) -> dict[str, Any]:
         "ranks": schedule.num_ranks,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
+        **({"slices": schedule.num_slices} if schedule.num_slices > 1 else {}),
         "secondFrom": schedule.placement.second_from,
         "shades": shades,
         "offsets": list(schedule.packed.offsets),

@@ -63,10 +63,8 @@ def _trace_events(timelines: Iterable[Timeline]) -> Iterator[Event]:
     for n, timeline in enumerate(timelines):
         require_drawable(timeline)
         model, factor = boxes(timeline), UNIT.get(timeline.unit, 1e3)
-        stages, kinds, microbatches = model.stage.tolist(), model.kind.tolist(), model.microbatch.tolist()
-        names = [f"{s}{'FBIW'[k]}{m}" for s, k, m in zip(stages, kinds, microbatches, strict=True)]
         start, end = (np.round(times * factor, 3).tolist() for times in (model.start, model.end))
-        slices = Slices(n + 1, model.offsets.tolist(), names, start, end)
+        slices = Slices(n + 1, model.offsets.tolist(), model.names(), start, end)
         yield from _names(timeline, n + 1)
         yield from _slices(timeline, model, slices)
         yield from _moves(timeline, n + 1, factor)
@@ -121,6 +119,8 @@ def _slices(timeline: Timeline, model: Boxes, slices: Slices) -> Iterator[Event]
     stages, kinds, microbatches = model.stage.tolist(), model.kind.tolist(), model.microbatch.tolist()
     for rank, i in slices.rows():
         args: dict[str, Any] = {"stage": stages[i], "microbatch": microbatches[i]}
+        if model.slice is not None:
+            args["slice"] = int(model.slice[i])
         if waited[i] >= 0:
             args["waited_for"] = slices.names[waited[i]]
         lasts = round(slices.end[i] - slices.start[i], 3)

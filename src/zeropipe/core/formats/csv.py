@@ -1,7 +1,8 @@
 """torch.distributed.pipelining's CSV: one line per rank, one cell per step, empty cells ignored.
 
 Both of torch's forms are read: `compute_only`, and `compute_comms` with SEND, RECV, UNSHARD, RESHARD and REDUCE_GRAD.
-Extensions that torch does not have: a W in n parts is n cells with the same text; OFFLOAD and RELOAD.
+Extensions that torch does not have: a W in n parts is n cells with the same text; OFFLOAD and RELOAD; an action of a
+slice is 0F0.1.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def program_from_csv(text: str, name: str = "custom") -> Program:
     """The Program of a CSV in the `compute_comms` form, with its order of messages, gathers and reductions."""
     rows = _parse_rows(text)
     schedule = _build_schedule(rows, name)
-    return Program(schedule, PackedRows.of(pack(row) for row in rows))
+    return Program(schedule, PackedRows.of(pack(row, schedule.num_slices) for row in rows))
 
 
 def has_messages(text: str) -> bool:
@@ -48,7 +49,7 @@ def has_messages(text: str) -> bool:
     return "SEND_" in text or "RECV_" in text
 
 
-_OTHER_SEPARATOR = re.compile(r"^\s*\d+[A-Z_]+\d*\s*[;\t |]\s*\d")
+_OTHER_SEPARATOR = re.compile(r"^\s*\d+[A-Z_]+\d*(?:\.\d+)?\s*[;\t |]\s*\d")
 
 
 def _parse_rows(text: str) -> list[list[Step]]:
@@ -83,17 +84,19 @@ def _build_schedule(rows: list[list[Step]], name: str) -> Schedule:
     compute = [[step for step in row if isinstance(step, Overlap) or step.kind in COMPUTE] for row in rows]
     weights: Counter[Action] = Counter()
     num_stages = num_microbatches = num_actions = 0
+    num_slices = 1
     for _, action in _ranked_actions(compute):
         if action.kind is Kind.W:
             weights[action] += 1
         num_actions += 1
         num_stages = max(num_stages, action.stage + 1)
         num_microbatches = max(num_microbatches, action.microbatch + 1)
+        num_slices = max(num_slices, 1 if action.slice is None else action.slice + 1)
     if not num_actions:
         raise ScheduleError("the CSV has messages but no computation")
     # the most common number of repetitions: a W with another one is an error that the checker reports
     parts = Counter(weights.values()).most_common(1)[0][0] if weights else 1
-    problem = Problem(len(rows), num_stages, num_microbatches, parts)
+    problem = Problem(len(rows), num_stages, num_microbatches, parts, num_slices)
     require_num_actions(problem, num_actions)
     kept = [[step for step in row if isinstance(step, Overlap) or step.kind in COMPUTE | OFFLOADING] for row in rows]
     return Schedule.of(problem, _infer_placement(problem, compute), kept, name)

@@ -16,14 +16,21 @@ from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.offload_timeline import Offloading
 from zeropipe.core.packed import PackedRows, pack
 from zeropipe.core.phases import LayerPhases, Phases, PhaseTimes
-from zeropipe.core.placement import Placement, Problem, match_placement, require_num_actions, require_placement
+from zeropipe.core.placement import (
+    Placement,
+    Problem,
+    match_placement,
+    require_num_actions,
+    require_placement,
+    require_problem,
+)
 from zeropipe.core.schedule import Rows, Schedule, require_schedule
 from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.timeline import Memory, Origin, Timeline
 from zeropipe.errors import ConfigError, ScheduleError, ZeropipeError, short, suggest
 
 VERSION = 1
-_SIZES = ("num_ranks", "num_stages", "num_microbatches", "num_weight_parts")
+_SIZES = ("num_ranks", "num_stages", "num_microbatches", "num_weight_parts", "num_slices")
 _FIELDS = ("zeropipe", "type", "name", *_SIZES, "placement", "rows")
 _PLACEMENT = ("name", "copies", "split")
 
@@ -81,20 +88,22 @@ def _schedule_to_data(schedule: Schedule) -> dict[str, Any]:
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
         "num_weight_parts": schedule.problem.num_weight_parts,
+        **({"num_slices": schedule.num_slices} if schedule.num_slices > 1 else {}),
         "placement": {"name": placement.name, "copies": placement.copies, "split": placement.second_from},
         "rows": [" ".join(map(str, row)) for row in schedule.rows],
     }
 
 
 def _parse_schedule(data: dict[str, Any]) -> Schedule:
-    sizes = {"num_weight_parts": 1, **data}  # older files have no such field
+    sizes = {"num_weight_parts": 1, "num_slices": 1, **data}  # older files and those without slices lack these
     problem = Problem(*(_positive_integer(sizes, field) for field in _SIZES))
     placement = Placement(tuple(map(tuple, data["placement"]["copies"])), data["placement"]["split"])
     require_placement(placement, problem)
     rows = data["rows"]
     if len(rows) != problem.num_ranks:
         raise ScheduleError(f"num_ranks is {problem.num_ranks}, but there are {len(rows)} rows")
-    packed = PackedRows.of(pack(map(parse_step, row.split())) for row in rows)
+    require_problem(problem)
+    packed = PackedRows.of(pack(map(parse_step, row.split()), problem.num_slices) for row in rows)
     require_num_actions(problem, packed.num_codes)
     named = match_placement(placement.copies, placement.second_from, problem)
     return Schedule.of_packed(problem, named, packed, str(data["name"]))

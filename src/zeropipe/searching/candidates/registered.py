@@ -19,7 +19,7 @@ def registered_schedules(task: SearchTask) -> list[Schedule]:
     problem, found = task.problem, []
     per_rank = problem.stages_per_rank
     for entry in sorted(entries(), key=lambda entry: entry.stages_per_rank[0] != per_rank):
-        if per_rank not in entry.stages_per_rank:
+        if per_rank not in entry.stages_per_rank or entry.sliced:
             continue
         try:
             schedule = build_entry(

@@ -42,7 +42,8 @@ function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, pa
   const half = new Uint8Array(size);
   const shade = new Uint8Array(size);
   const rank = new Uint16Array(size);
-  const secondFrom = timeline.secondFrom ?? Infinity; // microbatches from here on go through the second copy
+  // with slices, the column has the number of each slice among those of all microbatches
+  const secondFrom = (timeline.secondFrom ?? Infinity) * (timeline.slices ?? 1); // from here on: the second copy
   const perTick = Math.round(1 / timeline.tick); // dividing by a whole number keeps decimals exact
   let clock = 0;
   let running = 0;
@@ -67,7 +68,13 @@ function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, pa
 }
 
 export function nameOf(timeline, i) {
-  return `${timeline.stage[i]}${KINDS[timeline.kind[i]]}${timeline.microbatch[i]}`;
+  return `${timeline.stage[i]}${KINDS[timeline.kind[i]]}${microbatchOf(timeline, i)}`;
+}
+
+/** The microbatch of a box, `3`, or with its slice, `3.1`. */
+export function microbatchOf(timeline, i) {
+  const number = timeline.microbatch[i];
+  return timeline.slices ? `${Math.floor(number / timeline.slices)}.${number % timeline.slices}` : String(number);
 }
 
 /** The first place in [low, high) whose value is above `limit`; values rise. */

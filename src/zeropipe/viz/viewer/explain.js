@@ -1,7 +1,7 @@
 // What is under the pointer, in words: a box and what it waited for, or an idle gap and its cause.
 
 import { meaningOf } from "./causes.js";
-import { firstAbove, nameOf, stepOf } from "./data.js";
+import { firstAbove, microbatchOf, nameOf, stepOf } from "./data.js";
 import { describePiece, heldFrom, reducedAt } from "./lane.js";
 import { levelAt } from "./memory.js";
 import { phasesOf } from "./phases.js";
@@ -61,7 +61,7 @@ function describeBox(timeline, i, kinds) {
   const name = kinds["FBIW"[timeline.kind[i]]].name;
   const step = stepOf(timeline, i);
   const lines = [
-    ["", `stage ${timeline.stage[i]} · microbatch ${timeline.microbatch[i]} · rank ${timeline.rank[i]}`],
+    ["", `stage ${timeline.stage[i]} · microbatch ${microbatchOf(timeline, i)} · rank ${timeline.rank[i]}`],
     ["start", text(timeline.start[i])],
     ["end", text(timeline.end[i])],
     ["duration", text(timeline.end[i] - timeline.start[i])],

@@ -40,7 +40,7 @@ export class Panel {
   heading() {
     const t = this.timeline;
     const peak = t.peakMemory ? ` · peak memory ${sizeText(Math.max(...t.peakMemory), t.memoryUnit)}` : "";
-    const sizes = [countText(t.ranks, "rank"), countText(t.stages, "stage"), countText(t.microbatches, "microbatch")].join(" · ");
+    const sizes = [countText(t.ranks, "rank"), countText(t.stages, "stage"), countText(t.microbatches, "microbatch"), ...(t.slices ? [countText(t.slices, "slice")] : [])].join(" · ");
     return element(
       "header", { className: "zp-heading" },
       element("h2", { dir: "auto" }, t.title),
