@@ -227,7 +227,7 @@ def test_two_million_actions_are_refused_before_anything_is_built(monkeypatch):
     assert "2,048,000 actions, the page takes up to 2,000,000" in told(answer, "microbatches")[0]
     status, answer = ask("chart", {"ranks": 256, "microbatches": 512})
     assert status == 422
-    assert "all 16 schedules together" in told(answer, "chart")[0]
+    assert "all 18 schedules together" in told(answer, "chart")[0]
 
 
 def test_the_count_before_building_is_never_below_the_real_one():

@@ -165,7 +165,7 @@ def pack_events(recorder: ShardRecorder, to_seconds: Callable[[Any], float]) -> 
     """The events of a rank; `to_seconds` converts results of `ShardRecorder.mark_time`."""
     rows = [
         (
-            encode(*event.action),
+            encode(*event.action[:3]),
             to_seconds(event.start),
             max(to_seconds(event.start), to_seconds(event.end)),
             float(event.size),
