@@ -65,7 +65,8 @@ class Schedule:
         require_problem(problem)
         if not isinstance(placement, Placement):
             raise ConfigError(f"placement={short(placement)}: must be a zp.Placement, like zp.linear(problem)")
-        return Schedule.of_packed(problem, placement, PackedRows.of(pack(row, problem.num_slices) for row in rows), name)
+        packed = PackedRows.of(pack(row, problem.num_slices) for row in rows)
+        return Schedule.of_packed(problem, placement, packed, name)
 
     @staticmethod
     def of_packed(problem: Problem, placement: Placement, rows: PackedRows, name: str = "custom") -> Schedule:
