@@ -15,8 +15,7 @@ from zeropipe.errors import ConfigError, ZeropipeError
 from zeropipe.schedules.registry import build_entry, entries
 from zeropipe.searching.bounds.lower_bound import lower_bound
 from zeropipe.searching.candidates.registered import sequential_rows
-from zeropipe.searching.candidates.rules import dispatched_candidates
-from zeropipe.searching.candidates.stretch import stretch_rows
+from zeropipe.searching.candidates.rules import dispatched_candidates, stretch_rows
 from zeropipe.searching.evaluator import Evaluator
 from zeropipe.searching.local_search_kernel import find_critical_path
 from zeropipe.searching.row_kernels import NEVER, simulate_rows

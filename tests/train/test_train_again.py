@@ -9,8 +9,8 @@ from train_runs import model_directory
 
 from zeropipe.errors import ConfigError
 from zeropipe.train.config.read import read_run
-from zeropipe.train.loop.changes import describe_changes, dump_fields
-from zeropipe.train.loop.sole import OutputLock
+from zeropipe.train.loop.checkpoints import describe_changes, dump_fields
+from zeropipe.train.loop.output_lock import OutputLock
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from zeropipe.engine.comm.heartbeat import RankStatus
 from zeropipe.errors import ConfigError, EngineError
 from zeropipe.train.data import cache, prepare
 from zeropipe.train.loop.data_barrier import make_check
+from zeropipe.train.loop.output_lock import OutputLock
 from zeropipe.train.loop.signals import StopSignals
-from zeropipe.train.loop.sole import OutputLock
 
 
 def test_a_signal_stops_the_making_of_data_and_leaves_nothing(tmp_path, monkeypatch):

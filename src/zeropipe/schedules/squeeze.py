@@ -16,9 +16,9 @@ F_DOWN, F_UP, I_DOWN, I_UP, W_DOWN, W_UP = range(6)
 PERIOD = 6
 FREE = -1  # no pass
 
-Pass = tuple[int, int]  # way, microbatch
+Pass = tuple[int, int]  # kind, microbatch
 Row = dict[int, Pass]  # slot -> pass, of one rank
-Slots = dict[tuple[int, int, int], int]  # rank, way, microbatch -> slot
+Slots = dict[tuple[int, int, int], int]  # rank, kind, microbatch -> slot
 
 
 def squeeze(rows: list[Row], extra: int = 0) -> list[Row]:
@@ -41,9 +41,9 @@ def with_w(row: Row) -> Row:
     pending: deque[Pass] = deque()
     slot, end = 0, max(row)
     while slot <= end or pending:
-        way, microbatch = row.get(slot, (F_DOWN, 0))
-        if way >= I_DOWN:
-            pending.append((way + 2, microbatch))
+        kind, microbatch = row.get(slot, (F_DOWN, 0))
+        if kind >= I_DOWN:
+            pending.append((kind + 2, microbatch))
         elif slot not in row and pending:
             full[slot] = pending.popleft()
         slot += 1
@@ -73,14 +73,14 @@ def _advance(rows: list[Row], limit: int, fill: bool) -> None:
 
 def _ready(slots: Slots, rank: int, done: Pass, num_ranks: int) -> int:
     """The first slot in which a pass has all its inputs."""
-    way, microbatch = done
-    before = [slots[rank, way, microbatch - 1]] if microbatch else []
-    if way in (F_DOWN, I_DOWN) and rank > 0:
-        before.append(slots[rank - 1, way, microbatch])
-    if way in (F_UP, I_UP) and rank + 1 < num_ranks:
-        before.append(slots[rank + 1, way, microbatch])
-    if way != F_DOWN:
-        before.append(slots[rank, way - 2 if way >= W_DOWN else way - 1, microbatch])
+    kind, microbatch = done
+    before = [slots[rank, kind, microbatch - 1]] if microbatch else []
+    if kind in (F_DOWN, I_DOWN) and rank > 0:
+        before.append(slots[rank - 1, kind, microbatch])
+    if kind in (F_UP, I_UP) and rank + 1 < num_ranks:
+        before.append(slots[rank + 1, kind, microbatch])
+    if kind != F_DOWN:
+        before.append(slots[rank, kind - 2 if kind >= W_DOWN else kind - 1, microbatch])
     return max(before, default=-1) + 1
 
 
@@ -100,20 +100,20 @@ class _Level:
 
     def __init__(self, row: Row, limit: int = 0) -> None:
         self._row, self._limit = row, limit
-        self._ways = [row[slot][0] if slot in row else FREE for slot in range(max(row) + 1)]
-        self._kept = [0] * len(self._ways)  # after each slot
+        self._kinds = [row[slot][0] if slot in row else FREE for slot in range(max(row) + 1)]
+        self._kept = [0] * len(self._kinds)  # after each slot
 
     def move(self, slot: int, ready: int, matters: bool) -> int:
         """Move a pass to the earliest free slot from `ready` on; if memory `matters`, to one within the limit."""
-        way, ways = self._ways[slot], self._ways
+        kind, kinds = self._kinds[slot], self._kinds
         for earlier in range(ready, slot):
-            if ways[earlier] == FREE and self._put(way, earlier, slot, matters):
-                ways[slot], ways[earlier] = FREE, way
+            if kinds[earlier] == FREE and self._put(kind, earlier, slot, matters):
+                kinds[slot], kinds[earlier] = FREE, kind
                 self._row[earlier] = self._row.pop(slot)
                 return earlier
         return slot
 
-    def _put(self, way: int, start: int, left: int, matters: bool) -> bool:
+    def _put(self, kind: int, start: int, left: int, matters: bool) -> bool:
         """Count a pass at `start` instead of slot `left`; False if memory `matters` and exceeds the limit."""
         raise NotImplementedError
 
@@ -123,14 +123,14 @@ class _WithW(_Level):
 
     def __init__(self, row: Row, limit: int = 0) -> None:
         super().__init__(row, limit)
-        self._kept = list(accumulate(map(_taken, self._ways)))
+        self._kept = list(accumulate(map(_taken, self._kinds)))
 
     @property
     def most(self) -> int:
         return max(self._kept)
 
-    def _put(self, way: int, start: int, left: int, matters: bool) -> bool:
-        taken, between = _taken(way), self._kept[start:left]
+    def _put(self, kind: int, start: int, left: int, matters: bool) -> bool:
+        taken, between = _taken(kind), self._kept[start:left]
         if matters and max(between) + taken > self._limit:
             return False
         if taken:
@@ -138,8 +138,8 @@ class _WithW(_Level):
         return True
 
 
-def _taken(way: int) -> int:
-    return -1 if way >= W_DOWN else 1 if F_DOWN <= way <= F_UP else 0
+def _taken(kind: int) -> int:
+    return -1 if kind >= W_DOWN else 1 if F_DOWN <= kind <= F_UP else 0
 
 
 class _WithoutW(_Level):
@@ -147,17 +147,17 @@ class _WithoutW(_Level):
 
     def __init__(self, row: Row, limit: int = 0) -> None:
         super().__init__(row, limit)
-        self._pending = [-1] * len(self._ways)  # W after each slot
+        self._pending = [-1] * len(self._kinds)  # W after each slot
         self._over = 0  # slots in which an F goes above the limit
-        self._put(self._ways[0], 0, 0, matters=False)
+        self._put(self._kinds[0], 0, 0, matters=False)
 
-    def _put(self, way: int, start: int, left: int, matters: bool) -> bool:
+    def _put(self, kind: int, start: int, left: int, matters: bool) -> bool:
         kept_at, pending_at, over = self._kept, self._pending, self._over
         kept, pending = (kept_at[start - 1], pending_at[start - 1]) if start else (0, 0)
         new: list[tuple[int, int]] = []
         for at in range(start, len(kept_at)):
-            before = self._ways[at]
-            now = way if at == start else FREE if at == left else before
+            before = self._kinds[at]
+            now = kind if at == start else FREE if at == left else before
             if F_DOWN <= before <= F_UP and kept_at[at] > self._limit:
                 over -= 1
             if now >= I_DOWN:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from zeropipe.searching.bounds.earliest_times import earliest_times
-from zeropipe.searching.bounds.rank_bounds import link_bound, rank_bound
+from zeropipe.searching.bounds.rank_bounds import earliest_times, link_bound, rank_bound
 from zeropipe.searching.bounds.subset_bound import SubsetBounds
 from zeropipe.searching.bounds.turn_bound import turn_bound
 from zeropipe.searching.tables import Array

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeropipe.core.jit import compiled
-from zeropipe.searching.bounds.earliest_times import EarliestTimes, max_unfinished_send
 from zeropipe.searching.bounds.pending_w import pending_w
-from zeropipe.searching.bounds.rank_bounds import RankLimits, rank_limits
+from zeropipe.searching.bounds.rank_bounds import EarliestTimes, RankLimits, max_unfinished_send, rank_limits
 from zeropipe.searching.bounds.subset_kernel import SubsetBuffers, SubsetTables, subset_bound, total_effort
 from zeropipe.searching.tables import Array
 from zeropipe.searching.task import SearchTask

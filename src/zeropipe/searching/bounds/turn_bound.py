@@ -5,8 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from zeropipe.core.jit import compiled
-from zeropipe.searching.bounds.earliest_times import EarliestTimes, max_unfinished_send, time_after_last_i
-from zeropipe.searching.bounds.rank_bounds import drain_time, num_slots, slot_wait, turnover_times
+from zeropipe.searching.bounds.rank_bounds import (
+    EarliestTimes,
+    drain_time,
+    max_unfinished_send,
+    num_slots,
+    slot_wait,
+    time_after_last_i,
+    turnover_times,
+)
 from zeropipe.searching.bounds.turn_kernel import PROGRESS_BITS, TurnBuffers, TurnTables, earliest_return
 from zeropipe.searching.tables import Array
 from zeropipe.searching.task import SearchTask

@@ -10,8 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from zeropipe.core.jit import compiled
-from zeropipe.searching.bounds.earliest_times import earliest_times
-from zeropipe.searching.bounds.rank_bounds import rank_limits
+from zeropipe.searching.bounds.rank_bounds import earliest_times, rank_limits
 from zeropipe.searching.bounds.subset_bound import subset_tables
 from zeropipe.searching.candidates.beam_kernel import BeamBuffers, BeamSetting, BeamTables, grow_beam
 from zeropipe.searching.candidates.rules import fitting_activations

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from zeropipe.engine.stages.save import config_to_save
 from zeropipe.engine.stages.small_model import is_dropout_field
 from zeropipe.errors import ConfigError, EngineError, short
 from zeropipe.train.config.tables import RunConfig
-from zeropipe.train.loop.changes import describe_changes
 from zeropipe.train.loop.metrics import log
 from zeropipe.train.loop.setup import random_fields
 
 _NAME = re.compile(r"step-(\d{6,})")
+_NOT_COMPARED = {"checkpoint.resume"}  # which checkpoint, not what is trained
+_MAX_SHOWN = 20
 # fields of a model's config that do not change what it computes
 HARMLESS_FIELDS = {"dtype", "torch_dtype", "transformers_version", "architectures", "_name_or_path", "use_cache"}
 
@@ -249,3 +250,32 @@ def _list_differences(config: RunConfig, manifest: Manifest, here: dict[str, Any
     if any(manifest.written_by.get(name) != here[name] for name in ("mesh", "schedule", "num_stages")):
         for name, value in random_fields(config).items():
             yield f"{name}={value:g} draws other random numbers on this layout than on the checkpoint's"
+
+
+# the fields of a training file that differ from those of the run that wrote a checkpoint
+
+
+def dump_fields(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """All fields with a value, as JSON, for a checkpoint."""
+    return json.loads(config.model_dump_json(exclude_none=True))
+
+
+def describe_changes(old: Mapping[str, Mapping[str, Any]], config: RunConfig) -> str:
+    """`changed since the checkpoint: optimizer.lr 0.01 -> 0.001, ...`; empty if nothing has changed."""
+    before, now = _flatten(old), _flatten(dump_fields(config))
+    changed = [
+        f"{name} {_show(before, name)} -> {_show(now, name)}"
+        for name in dict.fromkeys([*now, *before])
+        if name not in _NOT_COMPARED and before.get(name) != now.get(name)
+    ]
+    if len(changed) > _MAX_SHOWN:
+        changed = [*changed[:_MAX_SHOWN], f"and {len(changed) - _MAX_SHOWN} more"]
+    return f"changed since the checkpoint: {', '.join(changed)}" if changed else ""
+
+
+def _flatten(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{table}.{name}": value for table, fields in tables.items() for name, value in fields.items()}
+
+
+def _show(fields: Mapping[str, Any], name: str) -> str:
+    return short(fields[name]) if name in fields else "none"

@@ -11,8 +11,8 @@ from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data import prepare
 from zeropipe.train.data.cache import require_visible
 from zeropipe.train.loop.metrics import log
+from zeropipe.train.loop.output_lock import OutputLock
 from zeropipe.train.loop.signals import StopSignals
-from zeropipe.train.loop.sole import OutputLock
 
 PREPARING = "preparing the data"
 

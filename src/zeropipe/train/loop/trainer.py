@@ -20,12 +20,12 @@ from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.config.write import to_toml
 from zeropipe.train.data.cache import remove_unused
 from zeropipe.train.data.loader import TrainingData, open_data, open_evaluation
-from zeropipe.train.loop.changes import dump_fields
-from zeropipe.train.loop.checkpoints import CheckpointFolder, resume
+from zeropipe.train.loop.checkpoints import CheckpointFolder, dump_fields, resume
 from zeropipe.train.loop.data_barrier import prepare_data
 from zeropipe.train.loop.export import export
 from zeropipe.train.loop.metrics import Memory, MetricsLog, Utilization, log, peak_memory, summarize_loads
 from zeropipe.train.loop.optimizer import make_optimizer, reset_groups
+from zeropipe.train.loop.output_lock import OutputLock
 from zeropipe.train.loop.setup import (
     RankPosition,
     build_stages,
@@ -35,7 +35,6 @@ from zeropipe.train.loop.setup import (
     use_deterministic,
 )
 from zeropipe.train.loop.signals import StopSignals
-from zeropipe.train.loop.sole import OutputLock
 from zeropipe.train.loop.steps import Progress, Stepper, StepRecord, evaluate
 from zeropipe.train.report.recorder import Recorder
 
