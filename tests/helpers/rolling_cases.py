@@ -9,13 +9,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from adapter_cases import lora
 from engine_helpers import SquareLoss, blocks, error_of, microbatches
 from expert_cases import config_of, pipeline_index, tokens
-from fault_cases import strike
 from mesh_cases import mesh_of, train_compiled_on_mesh
-from torch import Tensor, nn
+from torch import Tensor
 from weights_cases import lora_model
 
 from zeropipe.core.mesh import DATA_DIMENSIONS
@@ -147,26 +145,3 @@ def refused(schedule: Schedule, numbers: tuple[int, int]) -> list[str]:
             said.append(str(error))
         engine.train_step(microbatches(4), SquareLoss())
     return said
-
-
-def struck_in_a_reduce(schedule: Schedule, kind: str, culprit: int, when: int, timeout: float) -> None:
-    """Training with rolling gradients; the culprit is struck in its `when`-th reduce of a unit."""
-    mesh, left, rank = mesh_of({"pp": 2, "dp_shard": 2}), when, dist.get_rank()
-    real = fsdp_private.reduce
-
-    def reduce(unit: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0 and rank == culprit:
-            strike(kind)
-        real(unit)
-
-    modules: list[nn.Module] = [nn.Sequential(*blocks(2)) for _ in range(schedule.num_stages)]
-    stages: dict[int, Any] = dict(module_stages(modules, schedule, mesh["pp"].get_local_rank()))
-    parallelize(stages, mesh)
-    with (
-        mock.patch.object(fsdp_private, "reduce", reduce),
-        Engine(schedule, stages, mesh=mesh, gradients="rolling", timeout=timeout) as engine,
-    ):
-        for step in range(10**6):
-            engine.train_step(microbatches(schedule.num_microbatches, seed=step), SquareLoss())

@@ -97,8 +97,5 @@ def test_every_process_in_every_place(mesh, kind, culprit, seed):
     "kind, when", [("kill", 13), *(pytest.param(kind, 30, marks=pytest.mark.full) for kind in ("raise", "stop"))]
 )
 def test_a_process_that_fails_in_a_reduce_of_rolling_gradients(kind, when):
-    pytest.importorskip("transformers")
-    import rolling_cases
-
     schedule = zp.build("zb-h1", ranks=2, microbatches=4)
-    strike_in(rolling_cases.struck_in_a_reduce, (schedule, kind, 2, when, 4.0 if kind == "stop" else 60.0), kind, 2)
+    strike_in(cases.struck_in_a_reduce, (schedule, kind, 2, when, 4.0 if kind == "stop" else 60.0), kind, 2)
