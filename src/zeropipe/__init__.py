@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.fill import fill_gaps
     from zeropipe.sim.offload import with_offload
+    from zeropipe.sim.overlaps import with_overlaps
     from zeropipe.sim.simulate import simulate
     from zeropipe.viz import draw
 
@@ -53,6 +54,7 @@ _MEMBERS = {
     "zeropipe.sim.costs": ("Costs",),
     "zeropipe.sim.fill": ("fill_gaps",),
     "zeropipe.sim.offload": ("with_offload",),
+    "zeropipe.sim.overlaps": ("with_overlaps",),
     "zeropipe.sim.simulate": ("simulate",),
     "zeropipe.viz": ("draw",),
 }

@@ -277,6 +277,10 @@ offload = option(
     help="Copy activations to the host and back: auto (all that takes no time), fit (as few as keep the memory limit), "
     "or a share from 0 to 1.",
 )  # fmt: skip
+overlaps = option(
+    "--overlaps", is_flag=True, group="Costs",
+    help="Make an Overlap of each F and B that are neighbours and can start at the same time.",
+)  # fmt: skip
 
 # pictures
 _LOOKS = ("title", "width", "dpi", "theme", "labels", "memory_curves", "legend", "facts")

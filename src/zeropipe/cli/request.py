@@ -64,6 +64,7 @@ class Request:
     options: Mapping[str, Any]
     weight_parts: int | None
     offload: str | float | None
+    overlaps: bool
     source: CostSource
     has_costs_file: bool
     flags: Mapping[str, Any]  # single costs
@@ -75,10 +76,10 @@ class Request:
         return load(spec, ranks, microbatches, per_rank, self.options)
 
     def load_schedule(self, spec: Spec) -> Schedule:
-        """A schedule without its costs, unless they divide its W or offload its activations."""
+        """A schedule without its costs, unless they change it."""
         from zeropipe.core.timeline import Timeline
 
-        if self.weight_parts or self.offload is not None:
+        if self._changes_schedule:
             return self.price(spec).schedule
         found = self.load(spec)
         return found.schedule if isinstance(found, Timeline) else found
@@ -88,6 +89,7 @@ class Request:
         from zeropipe.core.timeline import Timeline
         from zeropipe.sim.fit import fit
         from zeropipe.sim.offload import with_offload
+        from zeropipe.sim.overlaps import with_overlaps
 
         found = self.load(spec or self.specs[0])
         recording = found if isinstance(found, Timeline) else None
@@ -99,6 +101,8 @@ class Request:
         costs = source.stage_costs(schedule.problem, schedule.placement)
         if self.weight_parts:
             schedule = self._divide_weights(schedule, costs)
+        if self.overlaps:
+            schedule = with_overlaps(schedule, costs)
         if self.offload is not None:
             schedule = with_offload(schedule, costs, self.offload)
         layers = source.count_layers(schedule.problem, schedule.placement)
@@ -108,8 +112,12 @@ class Request:
     def _is_bare(self) -> bool:
         """Whether the command line has no sizes and costs."""
         sizes = any(getattr(self, name) for name in SIZES)
-        changes = self.weight_parts or self.offload is not None
-        return not (sizes or self.options or self.has_costs_file or self.flags or changes)
+        return not (sizes or self.options or self.has_costs_file or self.flags or self._changes_schedule)
+
+    @property
+    def _changes_schedule(self) -> bool:
+        """Whether the command line changes schedules by their costs."""
+        return bool(self.weight_parts or self.overlaps or self.offload is not None)
 
     def _divide_weights(self, schedule: Schedule, costs: Costs) -> Schedule:
         from zeropipe.core.limits import COMMAND_LINE, has_weight_gradients, num_actions_with_parts
@@ -162,6 +170,7 @@ def create_request(schedules: Sequence[str], values: Mapping[str, Any], several:
         {**job.options, **parse_pairs(values.get("pairs", ()), "--option"), **_slices(values)},
         values.get("weight_parts") or job.weight_parts,
         _parse_offload(values.get("offload")),
+        bool(values.get("overlaps")),
         create_source(costs, values.get("per") or job.per, LayerOptions.from_values(values), flags),
         costs is not None,
         flags,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zeropipe.core.action import Action, Kind
@@ -19,11 +19,11 @@ def trim_waits(timeline: Timeline) -> tuple[Timeline, int]:
     A runtime may record the sending of a result with its action, so a step may end before the record of its input does:
     it is left as it is. ScheduleError if most steps of a rank do: the clocks of the ranks differ.
     """
-    ends = _find_ends(timeline)
+    ends = find_ends(timeline)
     start, num_shortened = array("d"), 0
     for rank in range(timeline.num_ranks):
         steps = list(timeline.steps(rank))
-        ready = [min(_ready(span.action, ends, timeline) for span in step) for step in steps]  # of either half
+        ready = [min(ready_time(span.action, ends, timeline) for span in step) for step in steps]  # of either half
         _require_one_clock(timeline, steps, ready)
         for step, earliest in zip(steps, ready):
             is_shortened = step[0].start < earliest <= step[0].end
@@ -52,7 +52,7 @@ def _waits_for_others(action: Action, timeline: Timeline) -> bool:
     return any(rank != own for rank in others)
 
 
-def _find_ends(timeline: Timeline) -> dict[Action, float]:
+def find_ends(timeline: Timeline) -> dict[Action, float]:
     """When each result is there; a full backward has the result of an I."""
     spans = (span for rank in range(timeline.num_ranks) for span in timeline.spans(rank))
     return {_result(span.action): span.end for span in spans}
@@ -62,7 +62,7 @@ def _result(action: Action) -> Action:
     return action._replace(kind=Kind.I) if action.kind is Kind.B else action
 
 
-def _ready(action: Action, ends: dict[Action, float], timeline: Timeline) -> float:
+def ready_time(action: Action, ends: Mapping[Action, float], timeline: Timeline) -> float:
     """When the inputs of an action are there."""
     schedule = timeline.schedule
     return max((ends[need] for need in needs(action, schedule.num_stages, schedule.num_slices)), default=float("-inf"))

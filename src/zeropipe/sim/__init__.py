@@ -6,6 +6,7 @@ phase_costs    the phases of layers, from which the time of an Overlap follows
 tables         costs as arrays, for the kernels
 simulate       Schedule + Costs -> Timeline
 fill           run weight gradients in idle time
+overlaps       make Overlaps of neighbouring F and B
 compare        several schedules under the same costs
 fit            Timeline -> Costs
 attribution    a run compared with its simulation, and the causes of its idle time

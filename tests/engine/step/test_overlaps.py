@@ -13,6 +13,7 @@ from engine_helpers import PRELOAD, TOLERANCE, largest, ranks
 from full_marker import mark_rest_full
 
 import zeropipe as zp
+from zeropipe.core.action import Overlap
 
 SHARDED, REPLICATED = {"pp": 2, "dp_shard": 2}, {"pp": 2, "dp_replicate": 2}
 
@@ -40,6 +41,18 @@ def test_training_with_experts_equals_one_process(name, sizes, kind, options):
     seen = train(name, sizes, kind, options)
     seen.pop("idle")
     assert max(seen.values()) < TOLERANCE, seen
+
+
+JOINED = [("zbv", REPLICATED), ("1f1b", {"dp_replicate": 2}), ("interleaved", SHARDED), ("zb-h1", SHARDED)]
+
+
+@pytest.mark.parametrize("name, sizes", mark_rest_full(JOINED, lambda case: case[0] == "zbv"), ids=str)
+def test_neighbours_of_other_schedules_take_turns(name, sizes):
+    schedule = zp.with_overlaps(zp.build(name, ranks=sizes.get("pp", 1), microbatches=6))
+    assert any(isinstance(step, Overlap) for row in schedule.rows for step in row)
+    args = (schedule, sizes, 2, "qwen3_moe", {"overlap": "turns"})
+    seen = largest(ranks(math.prod(sizes.values())).run(expert_cases.train_with_ep, *args))
+    assert max(value for key, value in seen.items() if key not in ("kept", "idle")) < TOLERANCE, seen
 
 
 @pytest.mark.full
