@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import cpu_times
 import fork_server
 import pytest
 from browser import browser, fold_skips, pages, watched  # noqa: F401
@@ -41,7 +42,13 @@ def pytest_xdist_setupnodes(config, specs):
             spec.python = server.python
 
 
+def pytest_addoption(parser):
+    parser.addoption("--cpu-times", action="store_true", help="print the CPU time of files, with what they start")
+
+
 def pytest_configure(config):
+    if config.getoption("--cpu-times"):
+        config.pluginmanager.register(cpu_times.CpuTimes())
     if fork_server.ADDRESS in os.environ and hasattr(config, "workerinput"):
         from zeropipe.engine.run import forkserver
 

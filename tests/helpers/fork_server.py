@@ -23,6 +23,7 @@ from pathlib import Path
 
 ADDRESS = "ZEROPIPE_TEST_FORK_SERVER"  # environment variable: path of the server's socket
 EXIT_TIMEOUT_S = 10.0  # for forks to end by themselves
+STARTED: set[int] = set()  # process ids of this process's forks
 
 
 class ForkServer:
@@ -57,6 +58,7 @@ class Fork:
         socket.send_fds(self._socket, [len(request).to_bytes(8, "little")], descriptors)
         self._socket.sendall(request)
         self.pid = int.from_bytes(self._socket.recv(8), "little")
+        STARTED.add(self.pid)
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the process has ended."""
@@ -133,6 +135,8 @@ def _import_tests(tests: list[str]) -> None:
     pytest.main(["--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], [ImportOnly()])
     if "torch._dynamo" in sys.modules:
         importlib.import_module("torch._inductor.compile_fx")  # a second for every process that compiles
+    if mapping := sys.modules.get("transformers.conversion_mapping"):
+        mapping.get_checkpoint_conversion_mapping("llama")  # the first call builds a table, in half a second
 
 
 def _receive(client: socket.socket) -> tuple[tuple, list[int]]:
