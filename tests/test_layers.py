@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -83,13 +84,19 @@ ENGINE_MAY_IMPORT = {
 FILES = sorted(SRC.rglob("*.py"))
 
 
+@cache
+def import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """All of a file, also those inside functions."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def imported(path: Path) -> set[str]:
     """Top-level names a file imports; `zeropipe.core.action` counts as `core`."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}: write absolute imports"
             names |= (
                 {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "zeropipe" else {node.module}
@@ -118,7 +125,7 @@ def test_imports_inside_the_engine_go_one_way(path):
 def engine_imports(path: Path) -> set[str]:
     """The packages and modules of the engine that a file imports."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zeropipe.engine"):
             inside = node.module.split(".")[2:]
             names |= {inside[0]} if inside else {alias.name for alias in node.names}
@@ -128,10 +135,10 @@ def engine_imports(path: Path) -> set[str]:
 def modules_imported(path: Path, known: set[str]) -> set[str]:
     """The modules of zeropipe that a file imports, without the leading "zeropipe."."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             members = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= {name if name.removeprefix("zeropipe.") in known else node.module for name in members}
     return {name.removeprefix("zeropipe.") for name in names} & known

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ REPLACED = {
 }
 
 
+@cache
 def defined_names(path: Path) -> set[str]:
     """The module's name, and the names of its classes, functions and constants."""
     nodes = list(ast.walk(ast.parse(path.read_text())))

@@ -47,7 +47,7 @@ def _small(monkeypatch):
 
 
 # made when it runs, and not by schemathesis' own decorator: that takes seconds of every worker that collects tests
-@pytest.mark.parametrize("examples", mark_rest_full([30, 200], [30]))
+@pytest.mark.parametrize("examples", mark_rest_full([12, 200], [12]))
 @pytest.mark.parametrize("path, method", OPERATIONS)
 def test_no_input_breaks_the_server(schema, path, method, examples):
     wanted = [check for check in checks.CHECKS.get_all() if check.__name__ in CHECKS]
@@ -84,7 +84,7 @@ requests = st.fixed_dictionaries(
 CLIENT = TestClient(APP)
 
 
-@pytest.mark.parametrize("examples", mark_rest_full([30, 200], [30]))
+@pytest.mark.parametrize("examples", mark_rest_full([12, 200], [12]))
 @pytest.mark.parametrize("path", ["simulate", "chart", "files/html", "files/svg", "files/json", "files/csv"])
 def test_likely_requests_are_answered_or_refused_by_field(path, examples):
     seen = set()
@@ -137,7 +137,7 @@ files = st.one_of(
 def test_likely_files_are_taken_or_refused_and_what_is_taken_can_be_shown():
     seen = set()
 
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(files)
     def run(file):
         response = CLIENT.post("/api/uploads", params={"name": file[0]}, content=file[1])

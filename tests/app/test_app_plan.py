@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_said(monkeypatch):
     )
     assert sum(closest["row"]["memory"].values()) == pytest.approx(closest["row"]["peak_memory"])
     assert {name for way in closest["ways_out"] for name in way["change"]} >= {"gpus", "lora"}
-    for way in closest["ways_out"]:
+    for way in closest["ways_out"][:1]:  # tests/planning/test_closest.py tries all of them
         status, answer = ask("plan", {**SMALL, "model": "llama-3-70b", **way["change"]})
         assert status == 200
         assert answer["rows"], way

@@ -8,12 +8,11 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from paths import DOCS, HELPERS, SOURCE
+from script_runner import torchrun
 from walk_cases import COMMANDS, Call, record_engine
 
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)`: `([\w.]+)` ", re.M)
@@ -67,10 +66,7 @@ def test_walk_has_ten_steps(name):
 def test_command_calls_the_functions_in_order(name, tmp_path):
     file = tmp_path / "functions.json"
     file.write_text(json.dumps(WALKS[name]))
-    done = subprocess.run(
-        [sys.executable, str(HELPERS / "walk_cases.py"), name, str(file)],
-        capture_output=True, text=True, timeout=200, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = torchrun(1, [str(HELPERS / "walk_cases.py"), name, str(file)], tmp_path, os.environ)
     assert done.returncode == 0, done.stderr
     calls = [(path, function) for path, function in json.loads(done.stdout)]
     assert missing_step(WALKS[name], calls) is None

@@ -44,7 +44,7 @@ def cells() -> list[tuple[str, str, str]]:
 
 
 # sharded and spread at once: test_mesh.py
-QUICK = {("`dynamic_weights=True`", "pp=2,tp=2"), ('`overlap="turns"`', "pp=2,tp=2")}
+QUICK = {('`overlap="turns"`', "pp=2,tp=2")}
 
 
 def test_the_table_is_whole():

@@ -31,7 +31,7 @@ def check(first: int, number: int, runs: int, compile: bool = False) -> None:
 
 @pytest.mark.timeout(600)
 def test_some_modules():
-    check(0, 30, 2)
+    check(0, 12, 2)
 
 
 @pytest.mark.full

@@ -49,7 +49,7 @@ def test_adapters_are_those_of_peft(kind):
     assert costs.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_bytes_are_those_of_the_engines_stages_and_of_adamw(dtype):
     """Two stages as the engine builds them; one step of torch's AdamW."""
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")

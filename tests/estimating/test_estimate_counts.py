@@ -74,7 +74,7 @@ def compare(kind, number):
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_drawn_configs(kind):
-    compare(kind, 4)
+    compare(kind, 1)
 
 
 @pytest.mark.full

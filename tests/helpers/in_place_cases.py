@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ import zeropipe as zp
 import zeropipe.pipelining as ours
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import Engine, module_stages, parallelize
+from zeropipe.engine.blocks import compiling
 from zeropipe.engine.blocks.checkpointing import add_checkpointing
 
 TOKENS = 3
@@ -264,10 +268,22 @@ def train(schedule: Schedule, kind: type[nn.Module], args: tuple[Any, ...], opti
     return compare(schedule, modules, stages, options, [kind(seed, *args) for seed in range(schedule.num_stages)])
 
 
+@contextmanager
+def compiled_by(backend: str = "", **options: Any) -> Iterator[dict[str, Any]]:
+    """The options of an Engine whose blocks are compiled by this backend of torch, not by inductor."""
+    if not backend:
+        yield options
+        return
+    compiling._variant.cache_clear()
+    with mock.patch.object(compiling, "inductor_backend", return_value=backend):
+        yield options
+    compiling._variant.cache_clear()
+
+
 def compare(schedule: Schedule, modules: Any, stages: Any, options: dict[str, Any], plain: Any) -> float:
     batches, worst = batches_of(schedule.num_microbatches), 0.0
     wanted: dict[str, Tensor] = {}
-    with Engine(schedule, stages, timeout=60.0, **options) as engine:
+    with compiled_by(**options) as options, Engine(schedule, stages, timeout=60.0, **options) as engine:
         for _ in range(2):
             loss, gradients = sums(plain, batches)
             wanted = {name: wanted.get(name, 0) + gradient for name, gradient in gradients.items()}
@@ -377,11 +393,15 @@ def copies(name: str, family: str, options: dict[str, Any]) -> int:
         number += sys._getframe(1).f_globals["__name__"] in COPYING
         return clone(*args, **kwargs)
 
-    with Engine(schedule, stages, **options) as engine:
-        engine.train_step(token_batches(4, 0), CausalLMLoss())
+    def batches() -> list[dict[str, Any]]:
+        # another length may be another graph
+        return [token_batches(1, 0)[0] for _ in range(4)] if "compile" in options else token_batches(4, 0)
+
+    with compiled_by(**options) as options, Engine(schedule, stages, **options) as engine:
+        engine.train_step(batches(), CausalLMLoss())
         Tensor.clone = counted
         try:
-            engine.train_step(token_batches(4, 0), CausalLMLoss())
+            engine.train_step(batches(), CausalLMLoss())
         finally:
             Tensor.clone = clone
     return number

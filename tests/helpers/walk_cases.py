@@ -1,4 +1,4 @@
-"""The runs of the walks in docs/architecture.md, each recorded: `python walk_cases.py COMMAND FUNCTIONS.json`.
+"""The runs of the walks in docs/architecture.md, each recorded: `walk_cases.py COMMAND FUNCTIONS.json` under torchrun.
 
 Prints the calls of the given functions, in order, as JSON: [["cli/simulate.py", "simulate"], ...].
 """
@@ -6,7 +6,6 @@ Prints the calls of the given functions, in order, as JSON: [["cli/simulate.py",
 import io
 import json
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -82,12 +81,6 @@ def record_engine(folder: str, wanted: dict[str, set[Call]]) -> dict[str, list[C
 def run_command(name: str) -> None:
     from zeropipe.cli.main import app
 
-    if name == "train":  # the only process of torchrun: all calls are in this one
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        one = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1") | dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
-        os.environ |= one | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     with redirect_stdout(io.StringIO()):
         app(COMMANDS[name], standalone_mode=False)
 

@@ -33,7 +33,7 @@ by_placement = pytest.mark.parametrize("per_rank,rule", PLACEMENTS, ids=lambda x
 @by_placement
 def test_narrow_beams_are_complete_and_fit(per_rank, rule):
     random, met = Random(per_rank), 0
-    for _ in range(6):
+    for _ in range(4):
         task = sample_task(random, per_rank, rule)
         slow = Evaluator(task).best_fit(sequential_rows(task))
         for width, candidate in islice(narrow_beams(task, slow.value, seed=0), 3):
@@ -42,13 +42,13 @@ def test_narrow_beams_are_complete_and_fit(per_rank, rule):
                 continue
             met += 1
             require_valid(task, candidate)
-    assert met >= 12
+    assert met >= 8
 
 
 @by_placement
 def test_wide_beams_are_complete_and_fit(per_rank, rule):
     random, met = Random(per_rank), 0
-    for number in range(8):
+    for number in range(4):
         task = sample_task(random, per_rank, rule)
         cap = 1.01 * Evaluator(task).best_fit(sequential_rows(task)).value
         candidate = wide_beam(task, cap, 64, WIDE_FITS[number % len(WIDE_FITS)], number, RUN_ON)
@@ -56,7 +56,7 @@ def test_wide_beams_are_complete_and_fit(per_rank, rule):
             continue
         met += 1
         require_valid(task, candidate)
-    assert met >= 7
+    assert met >= 3
 
 
 def test_search_of_a_loop_with_little_memory_reaches_its_bound():

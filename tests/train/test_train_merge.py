@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zeropipe.engine.checkpoint.convert import convert
 from zeropipe.errors import ConfigError
 
+FULL = [pytest.param(one, marks=pytest.mark.full) for one in (("float64", True), ("bfloat16", False))]
 
-@pytest.fixture(scope="module", params=[("float64", True), ("bfloat16", False)], ids=["float64-tied", "bfloat16"])
+
+@pytest.fixture(scope="module", params=[("bfloat16", True), *FULL], ids=["bfloat16-tied", "float64-tied", "bfloat16"])
 def trained(request, tmp_path_factory):
     """A base model, and the outcome of a run that trained an adapter on it."""
     dtype, tied = request.param

@@ -78,12 +78,12 @@ def scratch(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("seed", range(len(KINDS)))
+@pytest.mark.parametrize("seed", [KINDS.index(kind) for kind in dict.fromkeys(KINDS)])
 def test_chaos(seed, scratch):
     run(seed, scratch)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(100, 220))
+@pytest.mark.parametrize("seed", [6, 7, 9, *range(100, 220)])
 def test_much_chaos(seed, scratch):
     run(seed, scratch)

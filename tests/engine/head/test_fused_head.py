@@ -80,7 +80,7 @@ def assert_fused(model_type, how, **changes):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-8, atol=1e-11 * float(largest), msg=name)
 
 
-SAMPLE = ("llama", "gemma2", "gpt2", "phi", "cohere", "granite", "qwen3_moe")
+SAMPLE = ("gemma2", "gpt2", "cohere", "qwen3_moe")
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)

@@ -45,7 +45,7 @@ def check(name, sizes, *args, **more):
 
 
 @pytest.mark.parametrize(
-    "name, sizes, kind, changes, spreading, options", mark_rest_full(CASES, lambda it: it in CASES[:3]), ids=str
+    "name, sizes, kind, changes, spreading, options", mark_rest_full(CASES, lambda it: it in CASES[1:3]), ids=str
 )
 def test_training_equals_peft(name, sizes, kind, changes, spreading, options):
     check(name, sizes, kind, changes, spreading, options)
@@ -113,7 +113,8 @@ def test_what_cannot_be_sharded_is_refused(kind, changes, sizes, spreading, word
         assert said.startswith(words)
 
 
-def test_checkpoints_of_any_layout(tmp_path):
+@pytest.mark.parametrize("chosen", [(1, 4), pytest.param(range(5), marks=pytest.mark.full)], ids=["some", "all"])
+def test_checkpoints_of_any_layout(tmp_path, chosen):
     layouts = [("1f1b", TWO), ("zbv", WITH_PP), ("1f1b", {"pp": 2}), ("1f1b", BOTH), ("1f1b", {"dp_shard": 2})]
-    seen = chain(tmp_path, cases.AdaptedModel(), layouts)
+    seen = chain(tmp_path, cases.AdaptedModel(), [layouts[number] for number in chosen])
     assert max(seen) < TOLERANCE, seen

@@ -14,7 +14,7 @@ from zeropipe.engine.checkpoint.convert import convert
 from zeropipe.engine.checkpoint.manifest import read_manifest
 
 FIRST, SECOND = zp.build("1f1b", ranks=2, microbatches=2), zp.build("zbv", ranks=2, microbatches=2)
-QUICK = ("phi4_multimodal", "deepseek_v3", "bloom", "mamba2")
+QUICK = ("deepseek_v3", "mamba2")
 
 
 def assert_kept(model_type, tied, path):
@@ -42,6 +42,7 @@ def test_a_checkpoint_of_every_type(tmp_path, model_type, tied):
     assert_kept(model_type, tied, tmp_path / "saved")
 
 
+@pytest.mark.full
 def test_phi4_multimodal_becomes_a_model_directory(tmp_path):
     _, model = assert_kept("phi4_multimodal", False, tmp_path / "saved")
     convert(tmp_path / "saved", tmp_path / "model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from family_models import EXACT, PROMISED, TABLE, Float64, tiny, whole_of
+from full_marker import mark_rest_full
 from stage_models import assert_same_gradients, staged_step
 from weights_cases import all_stages
 
@@ -76,7 +77,7 @@ def assert_exact(model_type, name, tied, attention="auto", **changes):
         assert find_samples(batches[-1]["cu_seqlens"], 1, sum(LENGTHS)).is_used == (attention != "auto")
 
 
-@pytest.mark.parametrize("model_type", PROMISED)
+@pytest.mark.parametrize("model_type", mark_rest_full(PROMISED, PROMISED[::2]))
 def test_promised_types(model_type):
     """By turns tied as zbv cuts it, with both ends on one rank, and untied as 1f1b does; the test below has both."""
     tied = TABLE[model_type].tied == "yes" and PROMISED.index(model_type) % 2 == 0
@@ -90,7 +91,7 @@ PACKED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("attention", "model_type"), PACKED)
+@pytest.mark.parametrize(("attention", "model_type"), mark_rest_full(PACKED, PACKED[1::2]))
 def test_packed_rows_without_a_dense_mask(attention, model_type):
     limits = {"attention_chunk_size": 16, "floor_scale": 20} if model_type == "llama4_text" else {}
     assert_exact(model_type, "1f1b", False, attention, **limits)

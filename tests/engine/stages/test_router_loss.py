@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from family_models import tiny
+from full_marker import mark_rest_full
 from stage_models import assert_same_gradients, microbatches, staged_step
 from weights_cases import all_stages
 
@@ -47,7 +48,7 @@ def plain_step(model, batches):
 
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(name, marks=pytest.mark.full if name in ("jamba", "qwen3_moe") else ()) for name in TYPES],
+    mark_rest_full(TYPES, ["mixtral", "gpt_oss"]),
 )
 def test_the_loss_of_routers_is_summed_over_stages(model_type):
     torch.manual_seed(0)

@@ -19,7 +19,11 @@ from zeropipe.errors import EngineError
 
 SPLITTING = ("zb-h1", "zb-h2", "interleaved-zb")
 LATE = "0F0,0I0,0F1,0W0,0I1,0F2,0W1,0I2,0W2"  # every W after the next forward
-OPTIONS = ({"ac": "full"}, {"ac": "selective:op"}, {"compile": True}, {"dynamic_weights": True}, {"split": "whole"})
+COMPILED = {"compile": True, "backend": "aot_eager"}
+OPTIONS = (
+    {"ac": "full"}, {"ac": "selective:op"}, COMPILED, {"dynamic_weights": True}, {"split": "whole"},
+    pytest.param({"compile": True}, marks=pytest.mark.full),
+)  # fmt: skip
 
 
 def build(name: str) -> zp.Schedule:
@@ -135,7 +139,8 @@ def test_metrics_are_those_of_their_microbatch():
         ("zb-h1", "qwen3", {}),
         ("zb-h1", "qwen3", {"ac": "full"}),
         ("zb-h1", "qwen3", {"ac": "selective:op"}),
-        ("zb-h1", "qwen3", {"compile": True}),
+        ("zb-h1", "qwen3", COMPILED),
+        pytest.param("zb-h1", "qwen3", {"compile": True}, marks=pytest.mark.full),
         ("zbv", "gpt2", {}),
     ],
 )
