@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from mesh_cases import mesh_of
 from torch import nn
 
 from zeropipe.core.schedule import Schedule
-from zeropipe.engine import Engine, module_stages, parallelize
+from zeropipe.engine import Engine, fsdp_private, module_stages, parallelize
 from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.errors import ConfigError, EngineError
 
@@ -52,6 +53,29 @@ def struck(schedule: Schedule, sizes: dict[str, int], kind: str, culprit: int, w
             engine.clip_grad_norm(1.0)
             optimizer.step()
             optimizer.zero_grad()
+
+
+def struck_in_a_reduce(schedule: Schedule, kind: str, culprit: int, when: int, timeout: float) -> None:
+    """Training with rolling gradients; the culprit is struck in its `when`-th reduce of a unit."""
+    mesh, left, rank = mesh_of({"pp": 2, "dp_shard": 2}), when, dist.get_rank()
+    real = fsdp_private.reduce
+
+    def reduce(unit: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0 and rank == culprit:
+            strike(kind)
+        real(unit)
+
+    modules: list[nn.Module] = [nn.Sequential(*blocks(2)) for _ in range(schedule.num_stages)]
+    stages: dict[int, Any] = dict(module_stages(modules, schedule, mesh["pp"].get_local_rank()))
+    parallelize(stages, mesh)
+    with (
+        mock.patch.object(fsdp_private, "reduce", reduce),
+        Engine(schedule, stages, mesh=mesh, gradients="rolling", timeout=timeout) as engine,
+    ):
+        for step in range(10**6):
+            engine.train_step(microbatches(schedule.num_microbatches, seed=step), SquareLoss())
 
 
 def struck_in_set_up(schedule: Schedule, sizes: dict[str, int], where: str, *args: Any) -> None:

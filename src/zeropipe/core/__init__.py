@@ -12,6 +12,7 @@ Schedules
     deadlock        the error of a schedule that is stuck
     lower           Schedule -> Program: add SEND and RECV
     shard_actions   Schedule -> Program: add UNSHARD, RESHARD and REDUCE_GRAD
+    gradient_policy when gradients of sharded stages are reduced
     collectives     the order of collectives of sharded stages
     resize          the same schedule for another number of microbatches
 Timelines

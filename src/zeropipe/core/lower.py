@@ -20,16 +20,17 @@ from zeropipe.core.schedule import Program, Schedule, require_schedule
 from zeropipe.core.shard_actions import with_shards
 
 
-def lower(schedule: Schedule, shards: str | None = None) -> Program:
+def lower(schedule: Schedule, shards: str | None = None, gradients: str = "whole") -> Program:
     """The schedule with its messages; results for the same rank need none. Raises DeadlockError if it is stuck.
 
     `shards` is for stages whose weights are sharded: "keep" gathers the weights of a stage once, shortly before their
     first use; "regather" for every microbatch; "ends" gathers all of them before the first action and reduces all
-    gradients after the last.
+    gradients after the last. `gradients` of sharded stages are "whole" until their last microbatch; "rolling" reduces
+    those of every microbatch, and "rolling:N" keeps them for as many microbatches as leaves N stages of a rank whole.
     """
     require_schedule(schedule)
     check_actions(schedule)
-    rows = merge_offloading(schedule, schedule.packed if shards is None else with_shards(schedule, shards))
+    rows = merge_offloading(schedule, schedule.packed if shards is None else with_shards(schedule, shards, gradients))
     xp = arrays(rows.num_codes)
     return lower_rows(xp, schedule, build_dependencies(xp, schedule, rows), rows)
 

@@ -4,6 +4,8 @@ A sharded stage keeps a shard of its weights on each of several ranks that run t
     UNSHARD        before F, B and I: gather the full weights. A W reads no weights
     RESHARD        when the full weights are no longer needed
     REDUCE_GRAD    after its last B or W: sum the full gradients; each rank keeps a shard of the sum
+
+Rolling gradients are reduced several times in a step, and each sum is added to the shard. See `GradientPolicy`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from zeropipe.core.action import REDUCE_GRAD, RESHARD, UNSHARD, B, W
+from zeropipe.core.gradient_policy import GradientPolicy, reduce_kernel
 from zeropipe.core.jit import Arrays, Ints, arrays
 from zeropipe.core.packed import PackedRows, encode, is_joined, kind_of, stage_of
 from zeropipe.core.schedule import Program, Schedule
@@ -47,30 +50,37 @@ def _find_held_stages(xp: Arrays, schedule: Schedule) -> HeldStages:
     return HeldStages(xp.list_ints([stage for stages in held for stage in stages]), xp.list_ints(list(offsets)))
 
 
-def with_shards(schedule: Schedule, shards: str) -> PackedRows:
-    """The schedule's rows with UNSHARD, RESHARD and REDUCE_GRAD for all stages."""
+def with_shards(schedule: Schedule, shards: str, gradients: str = "whole") -> PackedRows:
+    """The schedule's rows with UNSHARD, RESHARD and REDUCE_GRAD for all stages; see `lower`."""
     require_policy(shards)
     policy, packed, num_stages = POLICIES.index(shards), schedule.packed, schedule.num_stages
+    rolling = GradientPolicy.parse(gradients)
+    rolling.require_parts(schedule.problem.num_weight_parts)
     xp = arrays(packed.num_codes)
-    held = _find_held_stages(xp, schedule)
-    # "regather" adds two actions per action, the others two per stage; and there is one REDUCE_GRAD per stage
-    size = 3 * packed.num_codes if policy == _REGATHER else packed.num_codes + 2 * len(held.stages)
-    out = xp.full_ints(size + len(held.stages))
-    offsets = xp.full_ints(schedule.num_ranks + 1)
-    last_use, last_gradient, is_full = (xp.full_ints(num_stages) for _ in range(3))
+    held, codes, starts = _find_held_stages(xp, schedule), xp.ints(packed.codes), xp.list_ints(packed.offsets)
+    reduces, following = xp.full_ints(packed.num_codes), xp.full_ints(packed.num_codes)
+    limit = num_stages if policy == _ENDS else rolling.max_stages(num_stages)
     xp.call(
-        shards_kernel, xp.ints(packed.codes), xp.list_ints(packed.offsets), held, policy, PREFETCH_STEPS,
-        last_use, last_gradient, is_full, out, offsets,
+        reduce_kernel, codes, starts, limit, reduces, following, xp.full_ints(num_stages, -1),
+        xp.full_ints(num_stages, -1),
     )  # fmt: skip
+    # "regather" adds two actions per action, the others two per stage; a stage without work is reduced once
+    size = 3 * packed.num_codes if policy == _REGATHER else packed.num_codes + 2 * len(held.stages)
+    out = xp.full_ints(size + sum(map(int, reduces)) + len(held.stages))
+    offsets = xp.full_ints(schedule.num_ranks + 1)
+    last_use, is_reduced, is_full = (xp.full_ints(num_stages) for _ in range(3))
+    xp.call(
+        shards_kernel, codes, starts, held, policy, PREFETCH_STEPS, reduces, last_use, is_reduced, is_full, out, offsets
+    )
     ends = tuple(int(offset) for offset in offsets)
     return PackedRows(xp.int_bytes(out[: ends[-1]]), ends)
 
 
 def shards_kernel(
-    codes: Ints, offsets: Ints, held: HeldStages, policy: int, prefetch_steps: int, last_use: Ints, last_gradient: Ints,
-    is_full: Ints, out: Ints, ends: Ints,
+    codes: Ints, offsets: Ints, held: HeldStages, policy: int, prefetch_steps: int, reduces: Ints, last_use: Ints,
+    is_reduced: Ints, is_full: Ints, out: Ints, ends: Ints,
 ) -> None:  # fmt: skip
-    """Write the rows with sharding actions.
+    """Write the rows with sharding actions. `reduces`: whether an action is followed by the REDUCE_GRAD of its stage.
 
     With few microbatches, a rank may have no work for a stage that it holds. It still reduces it, at the end: another
     rank with a shard of it may have more microbatches.
@@ -85,14 +95,11 @@ def shards_kernel(
         for index in range(held.offsets[rank], held.offsets[rank + 1]):
             stage = held.stages[index]
             last_use[stage] = -1
-            last_gradient[stage] = -1
+            is_reduced[stage] = 0
             is_full[stage] = 0
         for at in range(begin, stop):
-            kind, stage = kind_of(codes[at]), stage_of(codes[at])
-            if kind != W:
-                last_use[stage] = at
-            if kind in (B, W):
-                last_gradient[stage] = at
+            if kind_of(codes[at]) != W:
+                last_use[stage_of(codes[at])] = at
         if policy == _ENDS:
             for index in range(held.offsets[rank], held.offsets[rank + 1]):
                 out[cursor] = encode(held.stages[index], UNSHARD, 0)
@@ -123,7 +130,8 @@ def shards_kernel(
                         cursor += 1
                 for half in range(at, last + 1):
                     stage = stage_of(codes[half])
-                    if last_gradient[stage] == half:
+                    if reduces[half]:
+                        is_reduced[stage] = 1
                         out[cursor] = encode(stage, REDUCE_GRAD, 0)
                         cursor += 1
             at = last + 1
@@ -132,7 +140,7 @@ def shards_kernel(
             if policy == _ENDS:
                 out[cursor] = encode(stage, RESHARD, 0)
                 cursor += 1
-            if has_backward and (policy == _ENDS or last_gradient[stage] < 0):
+            if has_backward and (policy == _ENDS or not is_reduced[stage]):
                 out[cursor] = encode(stage, REDUCE_GRAD, 0)
                 cursor += 1
         ends[rank + 1] = cursor
@@ -146,11 +154,12 @@ class StageState(NamedTuple):
     is_full: Ints
     is_used: Ints
     is_reduced: Ints
+    has_gradients: Ints  # that are not reduced
     last_gradient: Ints
 
 
 def check_shards(program: Program) -> None:
-    """Raise unless sharded stages have full weights when used, and are reduced once, after their last gradient.
+    """Raise unless sharded stages have full weights when used, and are reduced after their last gradient.
 
     A stage without any UNSHARD, RESHARD or REDUCE_GRAD is not sharded.
     """
@@ -158,7 +167,8 @@ def check_shards(program: Program) -> None:
     xp, num_stages = arrays(packed.num_codes), schedule.num_stages
     state = StageState(
         rank=xp.full_ints(num_stages, -1), is_sharded=xp.full_ints(num_stages), is_full=xp.full_ints(num_stages),
-        is_used=xp.full_ints(num_stages), is_reduced=xp.full_ints(num_stages), last_gradient=xp.full_ints(num_stages),
+        is_used=xp.full_ints(num_stages), is_reduced=xp.full_ints(num_stages),
+        has_gradients=xp.full_ints(num_stages), last_gradient=xp.full_ints(num_stages),
     )  # fmt: skip
     held = _find_held_stages(xp, schedule)
     index, fault = xp.call(check_kernel, xp.ints(packed.codes), xp.list_ints(packed.offsets), num_stages, held, state)
@@ -178,6 +188,7 @@ def check_kernel(codes: Ints, offsets: Ints, num_stages: int, held: HeldStages, 
             is_full[stage] = 0
             state.is_used[stage] = 0
             state.is_reduced[stage] = 0
+            state.has_gradients[stage] = 0
             last_gradient[stage] = -1
         for at in range(begin, stop):
             kind, stage = kind_of(codes[at]), stage_of(codes[at])
@@ -206,16 +217,20 @@ def check_kernel(codes: Ints, offsets: Ints, num_stages: int, held: HeldStages, 
             elif kind == REDUCE_GRAD:
                 if state.is_used[stage] and last_gradient[stage] < 0:
                     return at, _NO_BACKWARD
-                if at < last_gradient[stage]:
-                    return at, _TOO_EARLY
-                if state.is_reduced[stage]:
-                    return at, _REPEATED
+                if not state.has_gradients[stage]:
+                    if state.is_reduced[stage]:
+                        return at, _REPEATED
+                    if state.is_used[stage]:
+                        return at, _TOO_EARLY
                 state.is_reduced[stage] = 1
+                state.has_gradients[stage] = 0
             elif kind < W and not is_full[stage]:
                 return at, _NOT_GATHERED
+            if kind in (B, W):
+                state.has_gradients[stage] = 1
         for index in range(held.offsets[rank], held.offsets[rank + 1]):
             stage = held.stages[index]
-            if state.is_sharded[stage] and last_gradient[stage] >= 0 and not state.is_reduced[stage]:
+            if state.is_sharded[stage] and state.has_gradients[stage]:
                 return last_gradient[stage], _NOT_REDUCED
     return -1, 0
 
@@ -235,7 +250,7 @@ def _shards_error(program: Program, index: int, fault: int) -> ScheduleError:
         _NOT_FULL: f"frees weights that are not gathered; put a {stage}UNSHARD before it, or remove it",
         _NO_BACKWARD: f"has nothing to reduce: stage {stage} has no backward on this rank",
         _TOO_EARLY: f"is before {last}, which adds gradients; move it after the stage's last B or W",
-        _REPEATED: "is repeated: gradients are reduced once",
+        _REPEATED: "is repeated: no B or W has added gradients since the one before",
         _NOT_GATHERED: f"runs without the weights of its stage; put a {stage}UNSHARD before it",
         _NOT_REDUCED: f"has the last gradients of a sharded stage, but no {stage}REDUCE_GRAD follows; put one after it",
     }[fault]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeropipe.core.gradient_policy import GradientPolicy
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.engine import setup
@@ -33,6 +34,7 @@ from zeropipe.engine.comm.threads import HelperThread
 from zeropipe.engine.head.fused import fuse_head
 from zeropipe.engine.head.passes import PLAIN, compiled_passes
 from zeropipe.engine.layout import Layout
+from zeropipe.engine.mesh.reduce_limit import ReduceLimit
 from zeropipe.engine.mesh.sharded_stage import ShardedStage, is_sharded
 from zeropipe.engine.options import Options, require_switch
 from zeropipe.engine.stages.contract import Microbatch, StageInfo
@@ -134,8 +136,11 @@ class Engine:
         comm.status.phase = "set-up, preparing stages"
         on_all_ranks(comm, self._prepare)
         self._deferred = [layer for info in self._infos.values() for layer in find_deferred(info.module)]
+        limit = ReduceLimit(GradientPolicy.parse(self.options.gradients).max_reduces)
         self._shards = {
-            stage: ShardedStage(stage, info.module, regather=self.options.regather, keeps_factors=info.keeps_factors)
+            stage: ShardedStage(
+                stage, info.module, regather=self.options.regather, keeps_factors=info.keeps_factors, limit=limit
+            )
             for stage, info in self._infos.items()
             if is_sharded(info.module)
         }
@@ -392,6 +397,12 @@ class Engine:
                 raise ConfigError(
                     f"pipelines pass {sorted(set(step.all_num_microbatches))} microbatches: with regather=True each "
                     "gathers weights once per microbatch, so all must pass the same number; or leave out regather"
+                )
+            if self._shards and self.options.gradients != "whole" and use != "forward" and not step.is_uniform:
+                raise ConfigError(
+                    f"pipelines pass {sorted(set(step.all_num_microbatches))} microbatches: with "
+                    f"gradients={self.options.gradients!r} they reduce gradients together, so all must pass the same "
+                    "number; or leave out gradients"
                 )
             if self._layout.ep > 1 and not step.is_uniform:
                 raise ConfigError(

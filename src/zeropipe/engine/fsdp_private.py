@@ -59,7 +59,8 @@ def accumulate_in_reduce_dtype(unit: Any) -> None:
     """Accumulate gradients of microbatches in the dtype that they are reduced in, not in that of the weights."""
     for param in _gathered_params(unit):
         if param._unsharded_param.is_floating_point():
-            param._unsharded_param.grad_dtype = param.reduce_dtype or param.orig_dtype
+            # FSDP's own reduce_dtype is None where it is the dtype of computation
+            param._unsharded_param.grad_dtype = param.mp_policy.reduce_dtype or param.orig_dtype
 
 
 def list_shards(unit: Any) -> list[tuple[nn.Module, str, Tensor]]:
@@ -207,6 +208,25 @@ def free_reduced(unit: Any) -> None:
             context.reduce_scatter_state = pending[0] if pending else None
 
 
+def pending_reduces(unit: Any) -> list[Any]:
+    """FSDP's records of reduces of the unit's stage that were started and not waited for."""
+    return [state for group in groups_of(unit) for state in _pending_reduces(group.comm_ctx)]
+
+
+def wait_for_reduce(unit: Any, state: Any) -> None:
+    """Let the current stream wait for one of `pending_reduces`, and free its input."""
+    for group in groups_of(unit):
+        context, device = group.comm_ctx, group.device_handle
+        if not any(state is other for other in _pending_reduces(context)):
+            continue
+        if state.event is not None:
+            device.current_stream().wait_event(state.event)
+        if hasattr(context, "reduce_scatter_states"):
+            context.reduce_scatter_states[:] = [other for other in context.reduce_scatter_states if other is not state]
+        else:  # torch 2.11
+            context.reduce_scatter_state = None
+
+
 def _pending_reduces(context: Any) -> list[Any]:
     """FSDP's records of reduces that were started, each with its input and the event of its end."""
     if hasattr(context, "reduce_scatter_states"):
@@ -229,9 +249,11 @@ def reshard_after_forward(root: Any) -> None:
 def reduce(unit: Any) -> None:
     """Start to sum a unit's gradients over the processes that share it."""
     unit.set_requires_gradient_sync(True, recurse=False)
+    unit.set_reshard_after_backward(False, recurse=False)  # the Program says when weights are freed
     for group in groups_of(unit):
         group.post_backward()
     unit.set_requires_gradient_sync(False, recurse=False)
+    unit.set_reshard_after_backward(True, recurse=False)
 
 
 def wait_for_reduces(root: Any) -> None:

@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass, fields
 from typing import Any
 
+from zeropipe.core.gradient_policy import GradientPolicy
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.errors import ConfigError, short
 
@@ -44,6 +45,8 @@ class Options:
     shapes depend on values.
     `regather`: gather the weights of sharded stages again for every microbatch instead of once per step: less memory,
     more messages.
+    `gradients`: those of sharded stages are "whole" until the last microbatch, or "rolling": reduced after every one
+    and kept as shards, a unit at a time: less memory, more messages. With "rolling:N" those of N stages are whole.
     `check_finite`: stop at the first action that computes a NaN or an infinity.
     `check_equal`: at every step, compare microbatches and the weights of mirrored and tied stages between ranks. It
     reads all of them, so it is for debugging.
@@ -60,6 +63,7 @@ class Options:
     recv_ahead: int = 2
     shapes: str = "auto"
     regather: bool = False
+    gradients: str = "whole"
     check_finite: bool = False
     check_equal: bool = False
     timeout: float = 600.0
@@ -103,6 +107,11 @@ class Options:
             raise ConfigError(
                 "dynamic_weights=True cannot run shapes='dynamic': whether a message has arrived is not known before "
                 "its shapes are; use shapes='auto'"
+            )
+        if GradientPolicy.parse(self.gradients).is_rolling and self.dynamic_weights:
+            raise ConfigError(
+                f"dynamic_weights=True cannot run gradients={self.gradients!r}: a W that runs early has whole "
+                "gradients until its own position; leave out one of them"
             )
         if self.shapes not in SHAPES:
             raise ConfigError(f"shapes={self.shapes!r}: must be {' or '.join(map(repr, SHAPES))}")

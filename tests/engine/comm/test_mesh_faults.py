@@ -91,3 +91,11 @@ def test_every_process_in_every_place(mesh, kind, culprit, seed):
     chance = random.Random(f"{mesh} {kind} {culprit} {seed}")
     name = chance.choice(["1f1b", "zbv", "zb-h1"])
     strike(name, MESHES[mesh], kind, culprit, chance.randrange(1, 40), 4.0 if kind == "stop" else 60.0)
+
+
+@pytest.mark.parametrize(
+    "kind, when", [("kill", 13), *(pytest.param(kind, 30, marks=pytest.mark.full) for kind in ("raise", "stop"))]
+)
+def test_a_process_that_fails_in_a_reduce_of_rolling_gradients(kind, when):
+    schedule = zp.build("zb-h1", ranks=2, microbatches=4)
+    strike_in(cases.struck_in_a_reduce, (schedule, kind, 2, when, 4.0 if kind == "stop" else 60.0), kind, 2)

@@ -88,8 +88,8 @@ class FirstGradients:
         self._find_parameters = find_parameters
         self._parameters, self._without_grad = list[Tensor](), list[Tensor]()
 
-    def begin_step(self) -> None:
-        """Record which parameters have no gradient yet."""
+    def begin(self) -> None:
+        """At the start of a step, and after a reduce: record which parameters have no gradient yet."""
         if not self._parameters:  # once: traversing a model takes milliseconds
             self._parameters = list(self._find_parameters())
         self._without_grad = [parameter for parameter in self._parameters if parameter.grad is None]

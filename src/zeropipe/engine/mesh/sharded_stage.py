@@ -8,7 +8,7 @@ the hooks do neither, and the Program says when a stage is gathered, resharded a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from zeropipe.core.action import Kind
 from zeropipe.core.collectives import Collective
 from zeropipe.engine import fsdp_private
 from zeropipe.engine.backward.gradients import ensure_grad
+from zeropipe.engine.mesh.reduce_limit import NO_LIMIT, ReduceLimit
 from zeropipe.engine.mesh.unit_gatherer import CheckCollective, GatherObserver, UnitGatherer
 from zeropipe.errors import ConfigError, EngineError
 
@@ -25,22 +26,32 @@ from zeropipe.errors import ConfigError, EngineError
 class ShardObserver(GatherObserver, Protocol):
     """Is called when a unit of a stage is gathered or reduced."""
 
-    def on_reduce_start(self) -> None: ...
+    def on_reduce_start(self, is_first: bool) -> None: ...
     def on_reduce_end(self, unit: Any) -> None: ...
 
 
 class ShardedStage:
     """The FSDP units of one stage, in the order of a backward pass, outermost last."""
 
-    def __init__(self, stage: int, module: nn.Module, *, regather: bool = False, keeps_factors: bool = False) -> None:
+    def __init__(
+        self,
+        stage: int,
+        module: nn.Module,
+        *,
+        regather: bool = False,
+        keeps_factors: bool = False,
+        limit: ReduceLimit = NO_LIMIT,
+    ) -> None:
         self.stage, self.module, self.regather, self._keeps_factors = stage, module, regather, keeps_factors
         self.units = fsdp_private.units_of(module)
         self._names = {id(child): name for name, child in module.named_modules()}
         names = [self._names[id(unit)] or "the stage outside its blocks" for unit in self.units]
         self._gatherer = UnitGatherer(stage, self.units, names, regather)
         self._check: CheckCollective | None = None
+        self._limit = limit
         self._is_initialized = False
         self._unit_indices: dict[int, int] | None = None
+        self._calls: dict[int, Counter[int]] = {}  # by microbatch: how often its forward has called each unit
         self._observer: ShardObserver | None = None
 
     # steps
@@ -49,6 +60,7 @@ class ShardedStage:
         """Disable FSDP's hooks. `check` is called with each collective before it is started. Collective at first."""
         self.initialize()
         self._check = check
+        self._calls.clear()
         fsdp_private.disable_reduce(self.module)
         self._gatherer.begin_step(check)
 
@@ -101,9 +113,20 @@ class ShardedStage:
         """UNSHARD: start to gather the weights, in the order in which a forward, or a backward, needs them."""
         self._gatherer.unshard(backward)
 
-    def during_pass(self, backward: bool) -> AbstractContextManager[None]:
-        """Around an F, B or I, which uses the unsharded weights."""
-        return self._gatherer.during_pass(backward)
+    @contextmanager
+    def during_forward(self, microbatch: int) -> Iterator[None]:
+        """Around an F, which uses the unsharded weights."""
+        calls = self._calls[microbatch] = Counter[int]()
+
+        def on_left(number: int, is_forward: bool) -> None:
+            calls[number] += 1
+
+        with self._gatherer.observed(on_left), self._gatherer.during_pass(backward=False):
+            yield
+
+    def during_backward(self) -> AbstractContextManager[None]:
+        """Around a B or I, which uses the unsharded weights."""
+        return self._gatherer.during_pass(backward=True)
 
     def reshard(self) -> None:
         """RESHARD: free the unsharded weights."""
@@ -119,11 +142,24 @@ class ShardedStage:
         return self._unit_indices.get(id(parameter))
 
     @contextmanager
-    def observe_gradients(self, on_gradient: Callable[[Tensor], None]) -> Iterator[None]:
-        """Call `on_gradient` with each unsharded weight whose gradient a backward pass accumulates."""
-        hooks = [weight.register_post_accumulate_grad_hook(on_gradient) for weight in self.trained_weights]
+    def observe_gradients(self, microbatch: int, reducer: UnitReducer) -> Iterator[None]:
+        """Tell `reducer` which gradients a B accumulates: of single weights, and of all weights of a unit.
+
+        Layers may add to the gradients of their weights themselves, and then hooks on weights are not called. So a
+        unit is also complete when the backward has left it as often as the forward did.
+        """
+        calls = self._calls.pop(microbatch, Counter[int]())
+
+        def on_left(number: int, is_forward: bool) -> None:
+            if not is_forward and calls[number]:  # a forward in a backward recomputes
+                calls[number] -= 1
+                if not calls[number]:
+                    reducer.on_unit(number)
+
+        hooks = [weight.register_post_accumulate_grad_hook(reducer.on_gradient) for weight in self.trained_weights]
         try:
-            yield
+            with self._gatherer.observed(on_left):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
@@ -156,16 +192,23 @@ class ShardedStage:
         for parameter in fsdp_private.unsharded_parameters(unit):
             if parameter.requires_grad and not fsdp_private.has_gradient(unit, parameter):
                 ensure_grad(parameter)  # another process may have one: all must send the same number of bytes
+        self._limit.wait()
         if self._observer is not None:
-            self._observer.on_reduce_start()
+            self._observer.on_reduce_start(is_first=number == 0)
         fsdp_private.reduce(unit)
         if self._observer is not None:
             self._observer.on_reduce_end(unit)
         fsdp_private.free_reduced(unit)
+        self._limit.add(unit)
 
     def finish(self) -> None:
         """Wait for the reduces: gradients are in the sharded parameters, and the unsharded weights are freed."""
         fsdp_private.wait_for_reduces(self.module)
+        if self.discard_gradients():
+            raise EngineError(
+                f"stage {self.stage} has gradients that were added after they were summed over dp_shard: a module in "
+                "it writes to gradients after its own backward"
+            )
 
     # measurements
 
@@ -186,14 +229,14 @@ class ShardedStage:
 
 
 class UnitReducer:
-    """REDUCE_GRAD, within the last B or W: a unit is reduced as soon as it is complete, in one order on all processes.
+    """REDUCE_GRAD, within a B or W: a unit is reduced as soon as it is complete, in one order on all processes.
 
     The order must not depend on the data: one process may have tokens for an expert and another none. `pending`: the
-    weights that will get a gradient, each as often as it gets one.
+    weights that will get a gradient, each as often as it gets one. `gathers`: whether the pass gathers weights.
     """
 
-    def __init__(self, sharded: ShardedStage, pending: Iterable[Tensor]) -> None:
-        self._sharded, self._next = sharded, 0
+    def __init__(self, sharded: ShardedStage, pending: Iterable[Tensor], gathers: bool = False) -> None:
+        self._sharded, self._gathers, self._next = sharded, gathers, 0
         pending = list(pending)
         self._pending = Counter(map(id, pending))
         self._pending_in_unit = Counter(map(sharded.unit_index, pending))
@@ -210,7 +253,15 @@ class UnitReducer:
         if self._pending[id(parameter)]:
             self._pending[id(parameter)] -= 1
             self._pending_in_unit[number] -= 1
-        if self._sharded.may_reduce:
+        self._reduce_complete()
+
+    def on_unit(self, number: int) -> None:
+        """All gradients of a unit were added."""
+        self._pending_in_unit[number] = 0
+        self._reduce_complete()
+
+    def _reduce_complete(self) -> None:
+        if not self._gathers or self._sharded.may_reduce:
             while self._next < len(self._sharded.units) and not self._pending_in_unit[self._next]:
                 self._reduce_next()
 

@@ -13,6 +13,7 @@ from zeropipe.engine import fsdp_private
 from zeropipe.errors import EngineError
 
 CheckCollective = Callable[[Collective], None]  # called with each collective before it is started
+OnLeft = Callable[[int, bool], None]  # the unit, and whether it was a forward that left it
 
 
 class GatherObserver(Protocol):
@@ -39,6 +40,7 @@ class UnitGatherer:
         ]
         self._check: CheckCollective = _accept
         self.observer: GatherObserver | None = None
+        self.on_left: OnLeft = _ignore  # called when a forward or a backward has left a unit
         self._order: list[int] = []  # units, as the pass that runs or comes next gathers them
         self._num_started = 0  # how many of them are gathered, or being gathered
         self._has_begun = self._is_backward = False  # of that pass
@@ -70,6 +72,15 @@ class UnitGatherer:
         self._has_begun, self._is_backward, self._last_entered = False, backward, -1
         self._left.clear()
         self._start_until(AT_ONCE if self._regather else len(self._order))
+
+    @contextmanager
+    def observed(self, on_left: OnLeft) -> Iterator[None]:
+        """Call `on_left` with each unit that a pass inside has left."""
+        self.on_left = on_left
+        try:
+            yield
+        finally:
+            self.on_left = _ignore
 
     @contextmanager
     def during_pass(self, backward: bool) -> Iterator[None]:
@@ -156,8 +167,13 @@ class UnitGatherer:
 
     def _on_leave(self, number: int, is_forward: bool) -> None:
         """A pass leaves a unit, unless a backward recomputes a forward: its own backward comes next."""
+        self.on_left(number, is_forward)
         if self._regather and not (is_forward and self._is_backward):
             self._left.add(number)
+
+
+def _ignore(number: int, is_forward: bool) -> None:
+    """Nobody wants to know which units a pass leaves."""
 
 
 def _accept(collective: Collective) -> None:

@@ -95,7 +95,7 @@ class Executor:
         )  # fmt: skip
         self._num_parts = program.schedule.problem.num_weight_parts
         self._next_part: Counter[tuple[int, int]] = Counter()  # of the W of a (stage, microbatch)
-        self._reductions: dict[int, UnitReducer] = {}  # of stages whose last W has begun
+        self._reductions: dict[int, UnitReducer] = {}  # of stages whose reduce has begun
         units = {stage: len(sharded.units) for stage, sharded in self._shards.items()}
         self._regather = any(sharded.regather for sharded in self._shards.values())
         self._order = CollectiveOrder(collectives(row, units, self._regather))
@@ -144,7 +144,7 @@ class Executor:
         for sharded in self._shards.values():
             sharded.begin_step(self._order.check)
         for first in self._first_gradients.values():
-            first.begin_step()
+            first.begin()
         try:
             calls = self._calls
             for self._current, call in enumerate(calls):
@@ -220,9 +220,10 @@ class Executor:
         self._append(call, action)
 
     def _reduce(self, stage: int) -> None:
-        """Reduce the units that the stage's last B or W has not reduced."""
+        """Reduce the units that the B or W before has not reduced."""
         reduction = self._reductions.pop(stage, None) or UnitReducer(self._shards[stage], ())
         reduction.finish()
+        self._first_gradients[stage].begin()
 
     def _add(self, step: Step, reduces: bool) -> None:
         if isinstance(step, Overlap):
@@ -313,18 +314,19 @@ class Executor:
             return call
 
         def run() -> None:
-            with sharded.during_pass(backward=action.kind is not Kind.F):
+            is_forward = action.kind is Kind.F
+            with sharded.during_forward(action.microbatch) if is_forward else sharded.during_backward():
                 call()
 
         return run
 
     def _compute_and_reduce(self, action: Action) -> Call:
-        """The last B or W of a sharded stage: each unit is reduced as soon as its gradients are complete."""
+        """A B or W before a reduce of its stage: each unit is reduced as soon as its gradients are complete."""
         call, sharded = self._compute(action), self._shards[action.stage]
 
         def backward() -> None:
-            reduction = self._reductions[action.stage] = UnitReducer(sharded, sharded.trained_weights)
-            with sharded.observe_gradients(reduction.on_gradient):
+            reduction = self._reductions[action.stage] = UnitReducer(sharded, sharded.trained_weights, gathers=True)
+            with sharded.observe_gradients(action.microbatch, reduction):
                 call()
             reduction.finish()
 

@@ -8,6 +8,7 @@ from itertools import pairwise, zip_longest
 
 from zeropipe.core.action import Action, Kind, actions_of
 from zeropipe.core.collectives import Collective, collectives
+from zeropipe.core.gradient_policy import check_gradients
 from zeropipe.core.lower import lower
 from zeropipe.core.packed import unpack
 from zeropipe.core.placement import Placement
@@ -68,7 +69,11 @@ class ExecutorCache:
     def _build_program(self, use: str, num_microbatches: int, is_uniform: bool) -> Program:
         schedule = resize(self._context.schedule, num_microbatches)
         policy = self._policy(is_uniform) if self._context.shards else None
-        return lower(_select_forwards(schedule) if use == "forward" else schedule, policy)
+        gradients = self._context.options.gradients
+        program = lower(_select_forwards(schedule) if use == "forward" else schedule, policy, gradients)
+        if self._context.shards:
+            check_gradients(program, gradients)
+        return program
 
     def _policy(self, is_uniform: bool) -> str:
         """When sharded weights are gathered: see `with_shards`."""
@@ -115,7 +120,8 @@ class ExecutorCache:
     def _order(self, is_forward: bool, num_microbatches: int, policy: str) -> list[Collective]:
         """The collectives of a Program, computed without its messages, which do not change them."""
         schedule = resize(self._context.schedule, num_microbatches)
-        rows = with_shards(_select_forwards(schedule) if is_forward else schedule, policy)
+        selected = _select_forwards(schedule) if is_forward else schedule
+        rows = with_shards(selected, policy, self._context.options.gradients)
         units = {stage: len(sharded.units) for stage, sharded in self._context.shards.items()}
         row = tuple(unpack(rows.row(self._context.rank)))
         return collectives(row, units, policy == "regather")

@@ -133,10 +133,10 @@ class StageObserver:
             self._event.end = self._recorder.mark_time()
             self._recorder.update_peak()
 
-    def on_reduce_start(self) -> None:
+    def on_reduce_start(self, is_first: bool) -> None:
         if not self._recorder.is_recording:
             return
-        if self._event is None or self._event.action.kind is not Kind.REDUCE_GRAD:
+        if is_first:
             self.add_event(Kind.REDUCE_GRAD).start = self._recorder.mark_time()
         if not self._recorder.is_cuda:
             self._recorder.update_peak()
