@@ -1,14 +1,15 @@
 """Training steps on one GPU, ours beside plain transformers and Liger, in the same run.
 
-    python bench/gpu.py                                        # all models and settings
-    python bench/gpu.py --models qwen3-1.7b --settings 4096,4096:packed --peers ours,plain
-    python bench/gpu.py --peers ours --set engine.attention=flex --trace out/step.json
+    python bench/gpu.py                                        # all rows
+    python bench/gpu.py --rows 1.7b,1.7b-packed --peers ours,plain
+    python bench/gpu.py --rows qwen3-4b@8192:packed --peers ours --set engine.attention=flex --trace out/step
 
 Every peer has the same weights' precision: computation in bfloat16, gradients and AdamW's weights and state in float32
 (adapters: bfloat16 base, float32 adapter). `plain` is transformers with each layer compiled, head and loss compiled
 together; packed rows have flex attention. `liger` is transformers with Liger's kernels, whose head and loss are one.
 `ours` is `zeropipe train`. FLOPs are those that must be computed: attention of packed rows counts pairs of tokens
-within a sample, frozen weights have no gradient. Each peer is a process of its own, and runs the settings in turn.
+within a sample, frozen weights have no gradient. Each peer of a row is a process of its own. A row is one of ROWS, or
+MODEL@TOKENS with `:packed` for packed rows; `pipeline` runs schedules on 4 processes that share the GPU under MPS.
 """
 
 from __future__ import annotations
@@ -30,11 +31,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from experts import mps_server
 from torch import Tensor, nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU only to see whether all of it runs
 WARM_UP, STEPS = 4, 8
-MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b:lora", "qwen3-30b-a3b:4")
+ROWS = {  # by name: model@setting
+    "0.6b": "qwen3-0.6b@4096",
+    "1.7b": "qwen3-1.7b@4096",
+    "1.7b-packed": "qwen3-1.7b@4096:packed",
+    "1.7b-packed-16k": "qwen3-1.7b@16384:packed",
+    "8b-lora": "qwen3-8b:lora@4096",
+    "30b-a3b": "qwen3-30b-a3b:4@4096",  # 4 layers
+}
+PIPELINE = (
+    "--device cuda --ranks 4 --model qwen3-8b --num-layers 8 --vocabulary 8192 --sequence 2048 --microbatches 12 "
+    "--dtype bfloat16 --compile --schedules 1f1b,zbv,dualpipev"
+)
 SHORTEST, LONGEST = 64, 1024  # tokens of a packed sample
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 
@@ -352,63 +365,73 @@ def find_gaps(profile: Any) -> list[str]:
     ]
 
 
+def run_inside(model: str, setting: Setting, peer: str, overrides: list[str], trace: str | None) -> None:
+    """Run one row of one peer in this process."""
+    path = trace and f"{trace}.{model}.{setting}.{peer}.txt".replace(":", "-")
+    if peer == "ours":
+        result = run_ours(model, setting, overrides, path)
+    else:
+        result = run_transformers(model, setting, peer, path)
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+def run_apart(row: str, peer: str, overrides: list[str], trace: str | None) -> Result | None:
+    """Run one row of one peer in a process of its own."""
+    command = [sys.executable, __file__, "--inside", "--rows", row, "--peers", peer]
+    command += [word for text in overrides for word in ("--set", text)]
+    command += ["--trace", trace] if trace else []
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"} if peer != "ours" else None
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode:
+        print(f"{row} {peer}: ended with {done.returncode}", flush=True)
+    return Result(*json.loads(lines[-1][7:])) if lines else None
+
+
+def print_result(one: Result, plain: Result | None) -> None:
+    ratios = ("", "") if plain is None else (
+        f"{one.tokens_per_second / plain.tokens_per_second:.3f}", f"{one.peak / plain.peak:.3f}",
+    )  # fmt: skip
+    print(f"{one.model:16} {one.setting:13} {one.peer:6} {one.tokens_per_second:9,.0f} {one.tflops:8.1f} "
+          f"{one.peak:10.1f} {one.reserved:9.1f} {one.first_steps:15.1f} {one.loss:8.4f} {ratios[0]:>14} "
+          f"{ratios[1]:>9}", flush=True)  # fmt: skip
+
+
+def run_pipeline() -> None:
+    """Schedules on 4 processes, each with a quarter of the multiprocessors."""
+    script = str(Path(__file__).with_name("pipeline.py"))
+    with mps_server() as place:
+        environment = {**os.environ, **place, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}
+        subprocess.run([sys.executable, script, *PIPELINE.split()], env=environment, check=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--settings", default="4096,4096:packed,16384:packed")
+    parser.add_argument("--rows", default=",".join([*ROWS, "pipeline"]))
     parser.add_argument("--peers", default="ours,plain,liger")
     parser.add_argument(
         "--set", action="append", default=[], help="a field of our training file, like engine.compile=false"
     )
     parser.add_argument("--trace", help="the start of the names of files with the kernels of one step")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # the process of one model and peer
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # the process of one row and peer
     args = parser.parse_args()
-    settings = [Setting.parse(text) for text in args.settings.split(",")]
+    rows = [ROWS.get(name, name) for name in args.rows.split(",")]
     if args.inside:
-        for setting in settings:
-            trace = args.trace and f"{args.trace}.{args.models}.{setting}.{args.peers}.txt".replace(":", "-")
-            if args.peers == "ours":
-                result = run_ours(args.models, setting, args.set, trace)
-            else:
-                result = run_transformers(args.models, setting, args.peers, trace)
-            print("RESULT " + json.dumps(result), flush=True)
-            torch.compiler.reset()
-            if DEVICE == "cuda":
-                torch.cuda.empty_cache()
+        model, _, setting = rows[0].partition("@")
+        run_inside(model, Setting.parse(setting), args.peers, args.set, args.trace)
         return
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if DEVICE == 'cuda' else 'CPU'}", flush=True)
     print(f"{'model':16} {'setting':13} {'peer':6} {'tokens/s':>9} {'TFLOP/s':>8} {'peak, GiB':>10} {'reserved':>9} "
           f"{'first steps, s':>15} {'loss':>8} {'against plain':>14} {'its peak':>9}", flush=True)  # fmt: skip
-    for model in args.models.split(","):
-        found: list[Result] = []
-        for peer in args.peers.split(","):
-            command = [
-                sys.executable,
-                __file__,
-                "--inside",
-                "--models",
-                model,
-                "--peers",
-                peer,
-                "--settings",
-                args.settings,
-            ]
-            command += [word for text in args.set for word in ("--set", text)]
-            command += ["--trace", args.trace] if args.trace else []
-            environment = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"} if peer != "ours" else None
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            found += [Result(*json.loads(line[7:])) for line in lines]
-            if done.returncode:
-                print(f"{model} {peer}: ended with {done.returncode} after {len(lines)} settings", flush=True)
-        for one in sorted(found, key=lambda r: [str(s) for s in settings].index(r.setting)):
-            plain = next((r for r in found if r.setting == one.setting and r.peer == "plain"), None)
-            ratios = ("", "") if plain is None else (
-                f"{one.tokens_per_second / plain.tokens_per_second:.3f}", f"{one.peak / plain.peak:.3f}",
-            )  # fmt: skip
-            print(f"{one.model:16} {one.setting:13} {one.peer:6} {one.tokens_per_second:9,.0f} {one.tflops:8.1f} "
-                  f"{one.peak:10.1f} {one.reserved:9.1f} {one.first_steps:15.1f} {one.loss:8.4f} {ratios[0]:>14} "
-                  f"{ratios[1]:>9}", flush=True)  # fmt: skip
+    for row in rows:
+        if row == "pipeline":
+            run_pipeline()
+            continue
+        found = [run_apart(row, peer, args.set, args.trace) for peer in args.peers.split(",")]
+        plain = next((one for one in found if one is not None and one.peer == "plain"), None)
+        for one in found:
+            if one is not None:
+                print_result(one, plain)
 
 
 if __name__ == "__main__":

@@ -198,16 +198,23 @@ def router_modules(base: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[n
 
 
 @contextmanager
-def no_packed_masks() -> Iterator[None]:
-    """For rows that are not packed: transformers would search them for packed sequences, and wait for the device."""
+def packed_masks(is_packed: bool) -> Iterator[None]:
+    """For rows that are known to be packed or not: transformers would look, and wait for the device."""
     from transformers import masking_utils
 
     find = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda ids: None
+    masking_utils.find_packed_sequence_indices = _number_samples if is_packed else lambda ids: None
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find
+
+
+def _number_samples(position_ids: Tensor) -> Tensor:
+    """The number of each token's sample in its row: a sample begins where positions do not go on by one."""
+    begins = torch.zeros_like(position_ids)
+    begins[..., 1:] = position_ids.diff(dim=-1) != 1
+    return begins.cumsum(-1)
 
 
 @contextmanager

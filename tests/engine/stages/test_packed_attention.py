@@ -305,3 +305,22 @@ def test_kernels_that_a_model_cannot_have_are_refused():
         hf_stages(tiny("gemma2"), CUT, 0, attention="varlen")
     with pytest.raises(ConfigError, match=r"attention='flex': model_type='falcon' cannot pack with it: .*; use 'auto'"):
         hf_stages(tiny("falcon", alibi=True), CUT, 0, attention="flex")
+
+
+@pytest.mark.parametrize("lengths", [(5, 7), (12,)], ids=str)
+def test_the_device_is_not_asked_whether_rows_are_packed(lengths, monkeypatch):
+    """As transformers does, which waits for the answer; the same logits as where it does."""
+    schedule, asked = zp.build("1f1b", ranks=1, microbatches=2), []
+    find = masking_utils.find_packed_sequence_indices
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda ids: asked.append(ids) or find(ids))
+    batch = {"input_ids": torch.randint(5, 40, (1, 12)), "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
+    logits, weights = [], None
+    for attention in ("varlen", "sdpa"):
+        stage = hf_stages(CONFIGS["qwen3"](), schedule, 0, dtype=torch.float64, attention=attention)[0]
+        weights = weights or stage.state_dict()
+        stage.load_state_dict(weights)
+        asked.clear()
+        with torch.no_grad():
+            logits.append(stage(**stage.pick(batch)))
+        assert len(asked) == (attention == "sdpa")
+    torch.testing.assert_close(*logits)

@@ -124,6 +124,11 @@ class Samples:
         return self._padded[tokens]
 
     @property
+    def are_packed(self) -> bool:
+        """Whether a row has several samples."""
+        return len(self._ends) - 1 > self._shape[0]
+
+    @property
     def is_used(self) -> bool:
         """Whether a table was made."""
         return bool(self._tables)

@@ -32,7 +32,7 @@ from zeropipe.engine.stages.packed_attention import PackedAttention, Samples, at
 from zeropipe.engine.transformers_private import (
     forward_parameters,
     masks_from_positions,
-    no_packed_masks,
+    packed_masks,
     uses_flash,
 )
 from zeropipe.errors import ConfigError
@@ -106,9 +106,11 @@ class Packing:
         """Run a forward with masks and rotary embeddings that keep packed samples apart."""
         with ExitStack() as stack:
             if positions is None:
-                stack.enter_context(no_packed_masks())
+                stack.enter_context(packed_masks(False))
             elif is_packed:
                 stack.enter_context(masks_from_positions(positions, quirk_of(self._config).mask_functions))
+                if samples is not None:
+                    stack.enter_context(packed_masks(samples.are_packed))
             if samples is not None and self.attention is not None:
                 stack.enter_context(attend_within(samples, self.attention))
             if lengths is not None:

@@ -31,6 +31,9 @@ def keep_inputs_from_reuse(op: Any) -> None:
     Otherwise the compiled backward would overwrite tensors that wait for W, and gradients would be silently wrong. The
     rule is part of the generated code, so it also holds when that code comes from a cache. `op` is also marked as
     having side effects: it runs even if its result is not used, or has no elements.
+
+    Its result is new memory. inductor takes it for one at any address, because an input is on the CPU (a layer's
+    slot); kernels that read it, like the backward of attention, would take up to 1.4 times as long.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler, register_lowering
@@ -46,6 +49,7 @@ def keep_inputs_from_reuse(op: Any) -> None:
         (kernel,) = node.inputs if isinstance(node, ir.MultiOutput) else (node,)
         for held in kernel.inputs:
             V.graph.never_reuse_buffers.add(held.get_name())
+        V.graph.unaligned_buffers.discard(node.get_name())
         kernel.has_side_effects = lambda: True
         return out
 

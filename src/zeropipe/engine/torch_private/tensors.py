@@ -92,12 +92,13 @@ def squared_norm(tensors: Sequence[Tensor]) -> float:
     on_cpu = [block for t in tensors if t.is_cpu for block in t.reshape(-1).split(BLOCK)]
     total = sum((float(torch.dot(wide, wide)) for wide in map(Tensor.double, on_cpu)), 0.0)
     others = [t for t in tensors if not t.is_cpu]
-    norms: list[Tensor] = []
+    norms: list[Tensor] = []  # of all tensors of a kind
     if halves := [t for t in others if t.dtype in (torch.float16, torch.bfloat16)]:
-        norms += torch._foreach_norm(halves, 2, dtype=torch.float32)
-    if wides := [t for t in others if t.dtype not in (torch.float16, torch.bfloat16)]:
-        norms += torch._foreach_norm(wides, 2)
-    return total + (float(torch.stack([norm.double() for norm in norms]).square().sum()) if norms else 0.0)
+        norms.append(torch.stack(torch._foreach_norm(halves, 2, dtype=torch.float32)))
+    for dtype in (torch.float32, torch.float64):
+        if wides := [t for t in others if t.dtype == dtype]:
+            norms.append(torch.stack(torch._foreach_norm(wides, 2)))
+    return total + (float(torch.cat([each.double() for each in norms]).square().sum()) if norms else 0.0)
 
 
 def multiply(tensors: Sequence[Tensor], factor: float) -> None:
