@@ -14,7 +14,6 @@ from pathlib import Path
 
 import api
 import compare
-from sphinx.cmd.build import build_main
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "docs/*.md")
@@ -26,6 +25,8 @@ LINK = re.compile(r"\]\(([^)#]+\.md)\)")
 
 def build(target: Path) -> int:
     """Write the site's HTML into `target`; the exit status of Sphinx."""
+    from sphinx.cmd.build import build_main  # the text of the site is checked without it
+
     source = target.parent / "site-source"
     shutil.rmtree(source, ignore_errors=True)
     _copy_pages(source)

@@ -56,10 +56,10 @@ def test_a_trace_of_torchs_runtime_is_a_timeline_for_all_commands(two_ranks, run
 
 def test_names_of_another_trainer_are_found_by_a_pattern(two_ranks, run, tmp_path):
     """torch's GPipe waits inside of what it records: rank 1's first forward seems to begin with rank 0's."""
-    from trace_cases import profiled_gpipe
+    from trace_cases import profiled_single
 
-    two_ranks.run(profiled_gpipe, str(tmp_path), 4)
-    files, out = sorted(tmp_path.glob("gpipe*.json")), tmp_path / "run.json"
+    two_ranks.run(profiled_single, str(tmp_path), 4)
+    files, out = sorted(tmp_path.glob("ScheduleGPipe*.json")), tmp_path / "run.json"
     status, _, error = run("trace", "import", *files, "-o", out)
     assert status == 2
     assert "zeropipe trace import --actions REGEX" in error
@@ -72,6 +72,69 @@ def test_names_of_another_trainer_are_found_by_a_pattern(two_ranks, run, tmp_pat
     assert early_actions(timeline) == []
     assert report["num_shortened"] > 0
     assert report["makespan"] == timeline.makespan
+
+
+TORCH_NAMES = r".*: (?P<kind>forward|backward)_one_chunk"  # functions of torch's PipelineStage
+
+
+def test_torchtitans_1f1b_is_found_by_a_pattern(two_ranks, run, tmp_path):
+    from trace_cases import profiled_single
+
+    two_ranks.run(profiled_single, str(tmp_path), 4, "Schedule1F1B")
+    files, out = sorted(tmp_path.glob("Schedule1F1B*.json")), tmp_path / "run.json"
+    status, said, error = run("trace", "import", *files, "-o", out, "--actions", TORCH_NAMES)
+    assert status == 0, said + error
+    assert rows(zp.from_json(out.read_text()).schedule) == rows(zp.build("1f1b", ranks=2, microbatches=4))
+
+
+MEGATRON_NAMES = r".*: (?P<kind>forward|backward)_step"
+
+
+def test_megatrons_functions_are_counted(two_ranks, run, tmp_path):
+    """Its profile has stacks: the functions of a stage are its microbatches, in their order within a step."""
+    from trace_cases import profiled_megatron
+
+    two_ranks.run(profiled_megatron, str(tmp_path), 4, 3)
+    files, out = sorted(tmp_path.glob("megatron*.json")), tmp_path / "run.json"
+    status, said, error = run("trace", "import", *files, "-o", out, "--actions", MEGATRON_NAMES)
+    assert status == 0, said + error
+    timeline = zp.from_json(out.read_text())
+    assert rows(timeline.schedule) == rows(zp.build("1f1b", ranks=2, microbatches=4))
+    assert early_actions(timeline) == []
+    assert run("compare", "1f1b", "zb-h1", "--ranks", 2, "--microbatches", 4, "--costs", out)[0] == 0
+
+
+def event(**changes) -> dict:
+    return {"ph": "X", "cat": "user_annotation", "name": "0F0", "ts": 0.0, "dur": 1.0} | changes
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("", "is neither a trace"),
+        ("[]", "this JSON is not zeropipe's"),
+        ("null", "this JSON is not zeropipe's"),
+        ('{"traceEvents": {}}', "traceEvents is not a list"),
+        ('{"traceEvents": []}', "has no action like 2F0"),
+        ('{"traceEvents": [null, 3, "x", {"ph": "X"}]}', "has no action like 2F0"),
+        (json.dumps({"traceEvents": [event(ts=None)]}), "0F0 has no times (ts, dur)"),
+        (json.dumps({"traceEvents": [event(dur=-1.0)]}), "0F0 has no times (ts, dur)"),
+        (json.dumps({"traceEvents": [event(ts="0")]}), "0F0 has no times (ts, dur)"),
+        ('{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "0F0", "ts": NaN, "dur": 1}]}', "no times"),
+        (json.dumps({"traceEvents": [event(), event(name="99999999F0")]}), "not of complete steps"),
+        (json.dumps({"traceEvents": [event(), event(name="0F1", ts=2)]}), "not of complete steps"),
+        (json.dumps({"traceEvents": [event(), event(name="0F0", ts=2)]}), "not of complete steps"),
+        (json.dumps({"traceEvents": [event(), {"ph": "X", "cat": "kernel"}]}), "has kernels of a GPU"),
+        ("\x1f\x8b\x08binary", "is neither a trace"),
+    ],
+)
+def test_what_is_no_trace_is_refused_in_one_line(run, tmp_path, content, words):
+    file, out = tmp_path / "rank0.json", tmp_path / "run.json"
+    file.write_text(content)
+    status, _, error = run("trace", "import", file, "-o", out)
+    assert (status, words in error) == (2, True), error
+    assert len(error.strip().splitlines()) == 1, error
+    assert not out.exists()
 
 
 def trace(rank: int, *events: tuple[str, float, float]) -> dict:
@@ -116,7 +179,8 @@ def test_clocks_that_differ_are_refused(run, tmp_path):
     "actions, words",
     [
         ("(", "not a regular expression"),
-        (r"(?P<kind>\w+)", "must have groups kind, microbatch"),
+        (r"\w+", "must have a group kind, and maybe microbatch and stage"),
+        (r"(?P<kind>\w+) (?P<size>\d+)", "must have a group kind"),
         (r"(?P<kind>\w+) (?P<stage>s\d) m(?P<microbatch>\d+)", "stage and microbatch must be integers"),
         (r"\w+ (?P<kind>s\d) m(?P<microbatch>\d+)", "has kind 's0': must be one of f, fwd"),
         (r"none (?P<kind>F)(?P<microbatch>\d+)", "has no action like 2F0"),

@@ -17,7 +17,8 @@ _KINDS = {
 class ActionNames:
     """A pattern like `(?P<kind>forward|backward) stage (?P<stage>\\d+) mb (?P<microbatch>\\d+)`.
 
-    Without `stage`, each rank has one stage, of its own number.
+    Without `stage`, each rank has one stage, of its own number. Without `microbatch`, a stage's actions of a kind have
+    the numbers 0, 1, ... in their order.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -26,14 +27,18 @@ class ActionNames:
         except re.error as error:
             raise ConfigError(f"--actions {short(pattern)}: not a regular expression ({error})") from None
         groups = self.pattern.groupindex.keys()
-        if not {"kind", "microbatch"} <= groups <= {*GROUPS}:
+        if not {"kind"} <= groups <= {*GROUPS}:
             raise ConfigError(
-                f"--actions {short(pattern)}: must have groups kind, microbatch and maybe stage, like "
+                f"--actions {short(pattern)}: must have a group kind, and maybe microbatch and stage, like "
                 "'(?P<kind>forward|backward) (?P<microbatch>\\d+)'"
             )
+        self.is_numbered = "microbatch" in groups
 
     def parse(self, name: str, rank: int) -> Action | None:
-        """The action of an event of a rank; None for other events. ConfigError for a kind that is none."""
+        """The action of an event of a rank; None for other events. ConfigError for a kind that is none.
+
+        The microbatch of a name without one is 0.
+        """
         match = self.pattern.fullmatch(name)
         if match is None:
             return None
@@ -44,6 +49,6 @@ class ActionNames:
             raise ConfigError(f"--actions: {short(name)} has kind {short(found['kind'])}: must be one of {kinds}")
         stage = found.get("stage")
         try:
-            return Action(rank if stage is None else int(stage), kind, int(found["microbatch"]))
+            return Action(rank if stage is None else int(stage), kind, int(found.get("microbatch", 0)))
         except (TypeError, ValueError):
             raise ConfigError(f"--actions: {short(name)}: stage and microbatch must be integers") from None

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ PREFIX = "PP:"  # of torch's own runtime
 PIPELINE = "zeropipe_pipeline"  # the field in which the engine writes the number of stages
 _NEXT_STAGE_MESSAGE = re.compile(r"([0-9]{1,9})(SEND_F|RECV_B)[0-9]+")
 _HOST, _GPU = "user_annotation", "gpu_user_annotation"
+_FUNCTION = "python_function"  # of a profile with stacks, like `megatron/.../schedules.py(181): forward_step`
+_PROFILED_STEP = re.compile(r"ProfilerStep#[0-9]+")  # between two calls of profiler.step()
 
 
 class TimedStep(NamedTuple):
@@ -48,10 +52,7 @@ def from_torch_traces(
     """
     names = names or [f"trace {n}" for n in range(len(traces))]
     order = _rank_order(traces, names)
-    ranks = [
-        _training_steps(_timed_steps(traces[n], names[n], _name_parser(actions, rank)), names[n])
-        for rank, n in enumerate(order)
-    ]
+    ranks = [_training_steps(_rank_steps(traces[n], names[n], actions, rank), names[n]) for rank, n in enumerate(order)]
     number = len(ranks[0])
     for n, steps in zip(order, ranks, strict=True):
         if len(steps) != number:
@@ -94,22 +95,59 @@ def _rank_order(traces: Sequence[Mapping[str, Any]], names: Sequence[str]) -> li
     return sorted(range(len(traces)), key=ranks.__getitem__)
 
 
-def _timed_steps(trace: Mapping[str, Any], name: str, parse: Callable[[str], Step | None]) -> list[TimedStep]:
+def _rank_steps(trace: Mapping[str, Any], name: str, actions: ActionNames | None, rank: int) -> list[TimedStep]:
     """The computations of a rank in a trace, ordered by time."""
-    events = trace["traceEvents"]
-    if not isinstance(events, list):
+    if not isinstance(trace["traceEvents"], list):
         raise ScheduleError(f"{name}: traceEvents is not a list: this is not a trace of torch.profiler")
+    if actions is None:
+        return _timed_steps(trace, name, _parse_name)
+    timed_steps = _timed_steps(trace, name, lambda text: actions.parse(text, rank), {_HOST, _GPU, _FUNCTION})
+    return timed_steps if actions.is_numbered else _number(timed_steps, _profiled_steps(trace))
+
+
+def _profiled_steps(trace: Mapping[str, Any]) -> list[float]:
+    """When the steps of torch.profiler began, in seconds."""
+    zero = _zero(trace)
+    return sorted(
+        zero + event["ts"] / 1e6 for event in trace["traceEvents"]
+        if _is_annotation(event, {_HOST}) and _PROFILED_STEP.fullmatch(event["name"])
+    )  # fmt: skip
+
+
+def _number(timed_steps: list[TimedStep], begins: Sequence[float]) -> list[TimedStep]:
+    """Count the actions of each stage and kind as microbatches, from 0 in each of the profiler's steps."""
+    counts: Counter[tuple[int, int, Kind]] = Counter()
+    numbered = []
+    for timed in timed_steps:
+        assert isinstance(timed.step, Action)
+        key = bisect_right(begins, timed.start), timed.step.stage, timed.step.kind
+        numbered.append(timed._replace(step=timed.step._replace(microbatch=counts[key])))
+        counts[key] += 1
+    return numbered
+
+
+def _zero(trace: Mapping[str, Any]) -> float:
     base = trace.get("baseTimeNanoseconds", 0)
-    zero = base / 1e9 if isinstance(base, int) else 0.0
+    return base / 1e9 if isinstance(base, int) else 0.0
+
+
+def _timed_steps(
+    trace: Mapping[str, Any],
+    name: str,
+    parse: Callable[[str], Step | None],
+    categories: Collection[str] = (_HOST, _GPU),
+) -> list[TimedStep]:
+    """The computations of a rank in a trace, ordered by time."""
+    events, zero = trace["traceEvents"], _zero(trace)
     found: dict[str, list[TimedStep]] = {_HOST: [], _GPU: []}
     has_kernels = False
     spans: dict[tuple[str, Any], int] = {}  # on a GPU an annotation has an event on every stream that it used
     for event in events:
-        step = parse(event["name"]) if _is_annotation(event) else None
+        step = parse(event["name"]) if _is_annotation(event, categories) else None
         if step is None:
             has_kernels = has_kernels or (isinstance(event, Mapping) and event.get("cat") == "kernel")
             continue
-        category, args = event["cat"], event.get("args")
+        category, args = _GPU if event["cat"] == _GPU else _HOST, event.get("args")
         start, duration = event.get("ts"), event.get("dur")
         if not all(isinstance(t, (int, float)) and isfinite(t) for t in (start, duration)) or duration < 0:
             raise ScheduleError(f"{name}: {event['name']} has no times (ts, dur): the trace is damaged")
@@ -137,10 +175,6 @@ def _timed_steps(trace: Mapping[str, Any], name: str, parse: Callable[[str], Ste
     return sorted(chosen, key=lambda timed: timed.start)
 
 
-def _name_parser(actions: ActionNames | None, rank: int) -> Callable[[str], Step | None]:
-    return _parse_name if actions is None else lambda name: actions.parse(name, rank)
-
-
 def _parse_name(name: str) -> Step | None:
     """The computation that an event is named after; None for other events."""
     text = name.removeprefix(PREFIX)
@@ -153,8 +187,8 @@ def _parse_name(name: str) -> Step | None:
     return None if isinstance(step, Action) and step.kind in COMM else step
 
 
-def _is_annotation(event: Any) -> bool:
-    if not isinstance(event, Mapping) or event.get("ph") != "X" or event.get("cat") not in (_HOST, _GPU):
+def _is_annotation(event: Any, categories: Collection[str] = (_HOST, _GPU)) -> bool:
+    if not isinstance(event, Mapping) or event.get("ph") != "X" or event.get("cat") not in categories:
         return False
     return isinstance(event.get("name"), str)
 
