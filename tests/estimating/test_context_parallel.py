@@ -1,5 +1,6 @@
 """Parts of sequences in costs and plans: against hand arithmetic, the engine's parts, files, plans and dry runs."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from zeropipe.estimating.estimate import part_length
 from zeropipe.estimating.families import FAMILIES
 from zeropipe.estimating.model import open_model
 from zeropipe.planning.layouts import Layout
+from zeropipe.planning.score import score_candidate, simulate_candidate
 from zeropipe.sim.costs_file import load_costs
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.read import read_run
@@ -118,15 +120,19 @@ def test_what_is_not_estimated_is_refused():
         zp.estimate("llama-3-8b", cp=0)
 
 
-def test_gradients_are_summed_over_processes_with_the_same_weights():
-    """8.03 billion parameters, of which each process of dp_shard sums its half in float32."""
+def test_weights_are_sharded_over_parts_too():
+    """8.03 billion parameters, gathered and reduced over all 8 processes."""
     made = zp.plan("llama-3-8b", gpus=8, batch=8, sequence=TOKENS, pp=1, tp=1, cp=4, memory=1e12, ac="full",
                    microbatch_sizes=1, **ALONE)  # fmt: skip
-    assert made.best.candidate.layout == Layout(1, 2, 1, cp=4)
-    timeline = made.timeline(made.best)
-    alone = timeline.makespan - (made.best.step - made.best.seconds.optimizer - made.best.seconds.data)
+    assert made.best.candidate.layout == Layout(1, 2, 1, cp=4, shard_cp=True)
+    assert made.best.memory.optimizer == pytest.approx(12 * 8.03e9 / 8, rel=0.01)
+    alone = dataclasses.replace(made.best.candidate, layout=Layout(1, 2, 1, cp=4))
+    copied = score_candidate(made.context, alone, alone.build_schedule(), made.best.counts)
+    assert copied.memory.optimizer == pytest.approx(12 * 8.03e9 / 2, rel=0.01)
     sums = 2 * 3 / 4 * 8.03e9 / 2 * 4 / NVLINK
-    assert made.best.seconds.data - alone == pytest.approx(sums, rel=0.01)
+    simulated = simulate_candidate(made.context, alone, alone.build_schedule(), made.best.counts)
+    gathers = simulated.timeline.makespan - simulated.pipeline.makespan
+    assert copied.seconds.data - gathers == pytest.approx(sums, rel=0.01)
     parts = vars(made.best.seconds)
     assert sum(parts.values()) == pytest.approx(made.best.step)
     layer = made.context.setting(made.best.candidate).kinds["dense"]
@@ -148,7 +154,7 @@ def test_a_planned_run_has_parts_in_its_file_and_dry_run(tmp_path, monkeypatch, 
     args += ["--compile", "--microbatch", "1", "--ac", "full", "--schedules", "1f1b", "--search-seconds", "0"]
     main([*args, "-o", "run.toml"])
     assert "cp4" in capsys.readouterr().out
-    assert "\ncp = 4\n" in Path("run.toml").read_text()
+    assert "\ncp = 4\nshard_cp = true\n" in Path("run.toml").read_text()
     made = zp.plan("llama-3-8b", gpus=16, batch=8, sequence=131072, cp=4, pp=2, ac="full", microbatch_sizes=1,
                    schedules="1f1b", **ALONE)  # fmt: skip
     shown = preview(read_run("run.toml", []))

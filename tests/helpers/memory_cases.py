@@ -196,7 +196,7 @@ def measure_step(config: RunConfig) -> Measured:
         optimizer.step()
         state = sum(_sizes(map(_local, _state(optimizer))).values())
         masters = 0.0
-        if config.mesh.dp_shard > 1 and master_bytes(config):  # the shards are the master weights
+        if config.mesh.num_shards > 1 and master_bytes(config):  # the shards are the master weights
             masters = sum(_sizes(map(_local, engine.parameters())).values())
     found = (meter.items, {**meter.largest, "workspace": meter.items["workspace"]})
     changes = ({"weights": items["weights"] - masters, "optimizer": state + masters} for items in found)
@@ -303,7 +303,7 @@ def draw(seed: int, num_ranks: int, model_path: str) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update=packed)})
 
 
-def divide(config: RunConfig, sizes: dict[str, int], **data: Any) -> RunConfig:
+def divide(config: RunConfig, sizes: dict[str, Any], **data: Any) -> RunConfig:
     """The run on a mesh with these sizes, with other fields of its data."""
     mesh = {"pp": 1, "dp_shard": 1, "tp": 1, "sequence_parallel": sizes.get("tp", 1) > 1, **sizes}
     batch = config.num_microbatches * config.data.microbatch * sizes.get("dp_shard", 1)

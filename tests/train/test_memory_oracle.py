@@ -5,7 +5,6 @@
 
 import json
 import os
-from math import prod
 
 import pytest
 
@@ -78,6 +77,8 @@ PARTS = [
     ({"cp": 3}, 2, "none", 131, False, 4),  # keys are gathered
     ({"pp": 2, "cp": 2}, 1, "selective:op", 128, False, 4),
     ({"cp": 2, "dp_shard": 2}, 1, "none", 131, True, 4),
+    ({"cp": 2, "dp_shard": 2, "shard_cp": True}, 1, "none", 131, True, 4),
+    ({"pp": 2, "cp": 2, "shard_cp": True}, 1, "full", 128, False, 4),
     ({"cp": 2, "tp": 2}, 1, "full", 128, False, 4),
 ]
 
@@ -90,7 +91,7 @@ def test_memory_of_parts_of_sequences(sizes, seed, ac, sequence, packing, keys, 
     kind = {"kind": "tokens", "path": ("not.read",)} if packing else {"kind": "synthetic", "path": None}
     config = cases.divide(drawn, sizes, sequence=sequence, packing=packing, **kind)
     engine = config.engine.model_copy(update={"ac": ac, "shards": "keep"})
-    check(config.model_copy(update={"engine": engine}), prod(sizes.values()), worst)
+    check(config.model_copy(update={"engine": engine}), config.mesh.num_processes, worst)
 
 
 @pytest.mark.full

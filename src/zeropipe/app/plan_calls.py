@@ -90,6 +90,7 @@ class RowRequest(StrictModel):
     tp: PositiveInt
     ep: PositiveInt = 1
     cp: PositiveInt = 1
+    shard_cp: bool = False
     sequence_parallel: bool = False
     schedule: Annotated[str, Field(max_length=100)]
     stages_per_rank: PositiveInt
@@ -235,7 +236,7 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
         candidate = Candidate(
             Layout(
                 request.pp, request.dp_shard, request.tp, sequence_parallel=request.sequence_parallel, ep=request.ep,
-                cp=request.cp,
+                cp=request.cp, shard_cp=request.shard_cp,
             ),
             request.schedule, request.stages_per_rank, request.microbatches, request.microbatch_size, request.ac,
             request.cut,

@@ -94,7 +94,9 @@ class Engine:
         self.options = Options.of(options)
         require_switch("record", record)
         setup.check_types(schedule, stages)
-        self._layout = layout = Layout.create(group, mesh, setup.find_expert_mesh(stages))
+        self._layout = layout = Layout.create(
+            group, mesh, setup.find_mesh(stages, "expert_mesh"), setup.find_mesh(stages, "shard_mesh")
+        )
         setup.check_sizes(schedule, layout)
         self.schedule, self.record = schedule, record
         order = schedule.placement.stages_of(layout.pipeline_rank)  # the order of collectives

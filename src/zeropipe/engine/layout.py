@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeropipe.core.mesh import COPY_DIMENSIONS, DIMENSIONS, EXPERTS
 from zeropipe.errors import ConfigError, short
 
+SHARDS_AND_PARTS = "dp_shard_cp"  # dp_shard and cp as one dimension, over which weights are sharded
 EXPERT_DATA = "edp"  # the rest of the data dimension that ep divides: processes with the same experts
 
 
@@ -32,18 +33,25 @@ class Layout:
     coordinates: dict[str, int]  # of this process, by mesh dimension
     mesh: Any = None
     expert_mesh: Any = None  # the mesh with `edp` and `ep` in place of the data dimension that ep divides
+    shard_mesh: Any = None  # that of SHARDS_AND_PARTS, if weights are sharded over both
 
     @staticmethod
-    def create(group: dist.ProcessGroup | None, mesh: Any = None, expert_mesh: Any = None) -> Layout:
-        """From a process group that is one pipeline, or from a DeviceMesh; `expert_mesh`: that of divided experts."""
+    def create(
+        group: dist.ProcessGroup | None, mesh: Any = None, expert_mesh: Any = None, shard_mesh: Any = None
+    ) -> Layout:
+        """From a process group that is one pipeline, or from a DeviceMesh.
+
+        `expert_mesh` is that of divided experts, `shard_mesh` that of weights sharded over dp_shard and cp.
+        """
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not running: start with torchrun and call init_process_group()")
         if mesh is not None:
             if group is not None:
                 raise ConfigError("group and mesh were both passed: a mesh names the pipeline's ranks in its 'pp'")
-            return Layout.from_mesh(mesh, expert_mesh)
-        if expert_mesh is not None:
-            raise ConfigError("experts are divided over ep: pass the Engine the mesh that parallelize() got")
+            return Layout.from_mesh(mesh, expert_mesh, shard_mesh)
+        if expert_mesh is not None or shard_mesh is not None:
+            what = "weights are sharded over cp" if expert_mesh is None else "experts are divided over ep"
+            raise ConfigError(f"{what}: pass the Engine the mesh that parallelize() got")
         if group is not None and not isinstance(group, dist.ProcessGroup):
             if group == dist.GroupMember.NON_GROUP_MEMBER:
                 raise ConfigError("this process is not in the group: create the Engine on its processes only")
@@ -53,7 +61,7 @@ class Layout:
         return Layout(global_ranks, rank, tuple(range(size)), {"pp": size}, {"pp": rank})
 
     @staticmethod
-    def from_mesh(mesh: Any, expert_mesh: Any = None) -> Layout:
+    def from_mesh(mesh: Any, expert_mesh: Any = None, shard_mesh: Any = None) -> Layout:
         """From a DeviceMesh with named dimensions."""
         if not isinstance(mesh, DeviceMesh):
             raise ConfigError(
@@ -77,7 +85,7 @@ class Layout:
             if mesh.mesh.flatten().tolist() != expert_mesh.mesh.flatten().tolist():
                 raise ConfigError("the Engine's mesh is not the one that parallelize() got; pass both the same")
             coordinates |= dict(zip(expert_mesh.mesh_dim_names, expert_mesh.get_coordinate()))
-        return Layout(global_ranks, rank, pipeline, sizes, coordinates, mesh, expert_mesh)
+        return Layout(global_ranks, rank, pipeline, sizes, coordinates, mesh, expert_mesh, shard_mesh)
 
     @property
     def size(self) -> int:
@@ -116,6 +124,7 @@ class Layout:
         return [
             *(self.mesh.get_group(name) for name in self.stage_dims),
             *(self.expert_mesh.get_group(name) for name in experts),
+            *([] if self.shard_mesh is None else [self.shard_mesh.get_group()]),
         ]
 
     @property
@@ -161,7 +170,7 @@ class Layout:
 
     def unsummed_dims(self, parameter: Tensor) -> tuple[str, ...]:
         """The dimensions with other tokens over which torch does not sum a parameter's gradient, not sharded there."""
-        summed = _mesh_dims(parameter)
+        summed = [own for name in _mesh_dims(parameter) for own in _parts_of(name)]
         sizes: Mapping[str, int] = self.sizes
         if EXPERTS in summed:  # its process has the gradient of the tokens of all `ep` processes
             sizes = self.expert_sizes
@@ -178,11 +187,13 @@ class Layout:
     def shard_index(self, parameter: Tensor) -> tuple[int, ...]:
         """Which shard of a parameter this process holds: its coordinates in the dimensions that shard it."""
         placements = zip(_mesh_dims(parameter), _placements(parameter)[1])
-        return self.coordinates_in(*(name for name, placement in placements if not placement.is_replicate()))
+        names = (name for name, placement in placements if not placement.is_replicate())
+        return self.coordinates_in(*(own for name in names for own in _parts_of(name)))
 
     def is_replicated_over(self, name: str, parameter: Tensor) -> bool:
         """Whether several processes that differ in one mesh dimension hold the same values of a parameter."""
-        placements = dict(zip(_mesh_dims(parameter), _placements(parameter)[1]))
+        pairs = zip(_mesh_dims(parameter), _placements(parameter)[1])
+        placements = {own: placement for dim, placement in pairs for own in _parts_of(dim)}
         return self.sizes.get(name, 1) > 1 and (name not in placements or placements[name].is_replicate())
 
 
@@ -195,6 +206,11 @@ def _ranks_along(mesh: Any, global_ranks: Sequence[int], names: Sequence[str]) -
 def _mesh_dims(parameter: Tensor) -> tuple[str, ...]:
     mesh = getattr(parameter, "device_mesh", None)
     return tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
+
+
+def _parts_of(name: str) -> tuple[str, ...]:
+    """The dimensions of a mesh that a dimension of a parameter's mesh consists of."""
+    return ("dp_shard", "cp") if name == SHARDS_AND_PARTS else (name,)
 
 
 def _placements(parameter: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:

@@ -149,10 +149,10 @@ def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, StageI
     check(schedule)
 
 
-def find_expert_mesh(stages: Mapping[int, nn.Module | StageInfo]) -> Any:
-    """The mesh that parallelize() divided the experts of these stages over; None without ep."""
+def find_mesh(stages: Mapping[int, nn.Module | StageInfo], name: str) -> Any:
+    """The `expert_mesh` or `shard_mesh` that parallelize() gave these stages; None if it gave none."""
     modules = (stage.module if isinstance(stage, StageInfo) else stage for stage in stages.values())
-    meshes = (getattr(module, "expert_mesh", None) for module in modules)
+    meshes = (getattr(module, name, None) for module in modules)
     return next((mesh for mesh in meshes if mesh is not None), None)
 
 

@@ -46,8 +46,8 @@ class PlanContext:
         """Costs of a candidate's stages; without `gathers`, full weights and gradients are resident all the time."""
         layout = candidate.layout
         return self.costs.costs(
-            counts, self.setting(candidate), ac=candidate.ac, placement=placement, shards=layout.dp_shard,
-            gather=candidate.shards if gathers and layout.dp_shard > 1 else None,
+            counts, self.setting(candidate), ac=candidate.ac, placement=placement, shards=layout.num_shards,
+            gather=candidate.shards if gathers and layout.num_shards > 1 else None,
             shard_link=layout.shard_link(self.costs, self.gpus_per_node),
             node_size=layout.node_size(self.gpus_per_node),
             memory_limit=self.memory_limit if isfinite(self.memory_limit) else None, turns=candidate.turns,

@@ -70,4 +70,6 @@ def _row_data(plan: Plan, row: PlanRow) -> dict[str, Any]:
 
 
 def _layout_data(layout: Layout) -> dict[str, int]:
-    return {name: getattr(layout, name) for name in ("pp", "dp_shard", "tp", "sequence_parallel", "ep", "cp")}
+    return {
+        name: getattr(layout, name) for name in ("pp", "dp_shard", "tp", "sequence_parallel", "ep", "cp", "shard_cp")
+    }

@@ -21,6 +21,7 @@ class Layout:
     sequence_parallel: bool = False
     ep: int = 1  # divides experts over dp_shard, or without it over dp_replicate
     cp: int = 1  # between dp_shard and tp
+    shard_cp: bool = False  # weights are sharded over dp_shard and cp
 
     def __str__(self) -> str:
         cp = f" x cp{self.cp}" if self.cp > 1 else ""
@@ -39,12 +40,17 @@ class Layout:
     @property
     def num_copies(self) -> int:
         """GPUs that have the same shard of the same weights, and other tokens."""
-        return self.dp_replicate * self.cp
+        return self.dp_replicate * (1 if self.shard_cp else self.cp)
+
+    @property
+    def num_shards(self) -> int:
+        """GPUs that weights are sharded over."""
+        return self.dp_shard * (self.cp if self.shard_cp else 1)
 
     @property
     def shards(self) -> Shards:
         """Processes over which parameters, and those of divided experts, are sharded."""
-        return Shards.of(self.dp_shard, self.ep)
+        return Shards.of(self.num_shards, self.ep)
 
     def is_within_node(self, group_size: int, gpus_per_node: int) -> bool:
         """Whether every group of `group_size` neighbouring GPUs is in one machine."""
@@ -78,7 +84,9 @@ def with_experts(layouts: Sequence[Layout], ep_sizes: Sequence[int], gpus_per_no
         inside = max(1, gpus_per_node // layout.cp)
         sizes = {min(layout.dp_shard, inside), layout.dp_shard} if layout.tp == 1 else set()
         found += [
-            replace(layout, ep=ep) for ep in sorted(sizes) if ep > 1 and ep in ep_sizes and layout.dp_shard % ep == 0
+            replace(layout, ep=ep, shard_cp=False)
+            for ep in sorted(sizes)
+            if ep > 1 and ep in ep_sizes and layout.dp_shard % ep == 0
         ]
     return found
 
@@ -86,7 +94,7 @@ def with_experts(layouts: Sequence[Layout], ep_sizes: Sequence[int], gpus_per_no
 def list_layouts(
     gpus: int, gpus_per_node: int, tp_sizes: Sequence[int], num_layers: int, cp_sizes: Sequence[int] = (1,)
 ) -> list[Layout]:
-    """Every layout that uses all GPUs, with tensor parallelism inside a machine."""
+    """Every layout that uses all GPUs: tensor parallelism inside a machine, weights sharded over dp_shard and cp."""
     found = []
     for tp in sorted(set(tp_sizes)):
         if gpus % tp or not Layout(gpus // tp, 1, tp).is_within_node(tp, gpus_per_node):
@@ -94,7 +102,9 @@ def list_layouts(
         for cp in sorted(set(cp_sizes)):
             rest, left = divmod(gpus // tp, cp)
             max_pp = 0 if left else min(rest, max_stages(num_layers))
-            found += [Layout(pp, rest // pp, tp, cp=cp) for pp in range(1, max_pp + 1) if rest % pp == 0]
+            found += [
+                Layout(pp, rest // pp, tp, cp=cp, shard_cp=cp > 1) for pp in range(1, max_pp + 1) if rest % pp == 0
+            ]
     if not found and tuple(cp_sizes) != (1,):
         raise ConfigError(f"cp={', '.join(map(str, cp_sizes))}: must divide gpus={gpus}, with tp too")
     if not found:

@@ -86,7 +86,7 @@ def _list_cuts(
     try:
         task = balance_task(
             context.costs, schedule.problem, schedule.placement, live,
-            setting=context.setting(candidate), ac=candidate.ac, shards=candidate.layout.dp_shard,
+            setting=context.setting(candidate), ac=candidate.ac, shards=candidate.layout.num_shards,
         )  # fmt: skip
     except ConfigError:
         return

@@ -31,7 +31,7 @@ def _compute_gap(context: PlanContext, row: PlanRow) -> float | None:
     if len(schedule.placement.copies) > 1:
         return None  # bounds are for one copy of the model
     costs = context.stage_costs(row.candidate, row.counts, schedule.placement, gathers=False)
-    if row.candidate.layout.dp_shard > 1:  # full weights are not resident all the time, so more fits
+    if row.candidate.layout.num_shards > 1:  # full weights are not resident all the time, so more fits
         costs = replace(costs, memory_limit=None)
     bound = lower_bound(SearchTask(schedule.problem, schedule.placement, costs, minimizes_span=False))
     return relative_gap(row.makespan - row.seconds.data, bound)
@@ -93,6 +93,6 @@ def _balance(context: PlanContext, candidate: Candidate) -> tuple[int, ...] | No
     schedule = build(name, ranks=candidate.layout.pp, microbatches=candidate.num_microbatches)
     task = balance_task(
         context.costs, schedule.problem, schedule.placement, peak_in_flight(schedule),
-        setting=context.setting(candidate), ac=candidate.ac, shards=candidate.layout.dp_shard,
+        setting=context.setting(candidate), ac=candidate.ac, shards=candidate.layout.num_shards,
     )  # fmt: skip
     return best_counts(task)[0]

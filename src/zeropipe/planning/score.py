@@ -50,7 +50,7 @@ def simulate_candidate(
     """Simulate one candidate."""
     resident_costs = context.stage_costs(candidate, counts, schedule.placement, gathers=False)
     pipeline = timeline = simulate(schedule, resident_costs)
-    if candidate.layout.dp_shard > 1:
+    if candidate.layout.num_shards > 1:
         timeline = simulate(schedule, context.stage_costs(candidate, counts, schedule.placement))
     stages = context.costs.stage_layers(counts, context.setting(candidate), candidate.ac)
     held = [[layer.parameters for layer in stage] for stage in stages]

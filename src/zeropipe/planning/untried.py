@@ -38,7 +38,7 @@ def _list_parallelism(costs: LayerCosts, runs: Sequence[Run]) -> Iterator[tuple[
         yield "expert parallelism", "mesh.ep in the training file: docs/experts.md"
     if costs.sequence >= LONG_SEQUENCE and not any(run.layout.cp > 1 for run in runs):
         yield "context parallelism", "mesh.cp in the training file: docs/long-sequences.md"
-    if any(run.layout.dp_shard > 1 for run in runs):
+    if any(run.layout.num_shards > 1 for run in runs):
         yield "replicas", "mesh.dp_replicate in the training file; plans shard weights over data-parallel GPUs"
         yield "regather", 'engine.shards = "regather" in the training file: less memory, more gathers'
         yield "offload", "engine.offload = true in the training file: optimizer state in CPU memory"

@@ -72,7 +72,7 @@ def format_run(
         "train": {"steps": STEPS},
     }
     if candidate.layout.cp > 1:
-        tables["mesh"]["cp"] = candidate.layout.cp
+        tables["mesh"] |= {"cp": candidate.layout.cp, "shard_cp": candidate.layout.shard_cp}
     if candidate.layout.ep > 1:
         tables["mesh"]["ep"] = candidate.layout.ep
         if layer_costs.dispatch != "expert":

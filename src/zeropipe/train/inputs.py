@@ -138,7 +138,7 @@ def choose_layers(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
             ep=config.mesh.ep if any(setting.ep == config.mesh.ep for setting in costs.settings) else 1,
             cp=config.mesh.cp,
         )  # fmt: skip
-        return balance(costs, schedule, setting=setting, ac=config.engine.ac, shards=config.mesh.dp_shard).counts
+        return balance(costs, schedule, setting=setting, ac=config.engine.ac, shards=config.mesh.num_shards).counts
     return layer_counts(num_layers, schedule.num_stages, table.first_less, table.last_less)
 
 

@@ -107,7 +107,8 @@ def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candi
     mesh = config.mesh
     return Candidate(
         Layout(
-            problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate, mesh.sequence_parallel, mesh.ep, mesh.cp
+            problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate, mesh.sequence_parallel, mesh.ep, mesh.cp,
+            mesh.shard_cp,
         ), name,
         problem.stages_per_rank, problem.num_microbatches, config.data.microbatch, config.engine.ac, "",
         config.engine.shards, turns=config.engine.overlap == "turns",
@@ -134,7 +135,7 @@ def state_bytes(config: RunConfig) -> ParameterBytes:
         return ParameterBytes(trained, trained, moments * trained, trained, frozen=size)
     trained = masters or size
     # sharded gradients of 16-bit weights add up in float32, also without master weights
-    gradients = max(trained, 4) if config.mesh.dp_shard > 1 else trained
+    gradients = max(trained, 4) if config.mesh.num_shards > 1 else trained
     return ParameterBytes(
         size,
         gradients,
@@ -151,5 +152,5 @@ def master_bytes(config: RunConfig) -> int:
     shards the weights.
     """
     has_masters = config.model.dtype == "bfloat16" and config.optimizer.master_weights and config.lora is None
-    has_low_bits = config.mesh.dp_shard == config.mesh.tp == 1
+    has_low_bits = config.mesh.num_shards == config.mesh.tp == 1
     return (LOW_BITS_SIZE if has_low_bits else 4) if has_masters else 0

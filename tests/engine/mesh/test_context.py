@@ -76,6 +76,26 @@ def test_steps_equal_one_process(sizes, name, batches, exchange):
     assert max(seen.values()) < TOLERANCE, seen
 
 
+SHARDED = [
+    ({"pp": 2, "cp": 2}, "zbv", {}, {}), ({"cp": 2, "tp": 2}, "1f1b", {}, {"regather": True}),
+    ({"pp": 1, "dp_shard": 2, "cp": 2}, "1f1b", {"packed": True}, {}),
+    *(pytest.param(*job, marks=pytest.mark.full) for job in (
+        ({"pp": 2, "dp_shard": 2, "cp": 2}, "dualpipev", {}, {}), ({"dp_replicate": 2, "cp": 2}, "1f1b", {}, {}),
+        ({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, "1f1b", {}, {}),
+        ({"dp_shard": 2, "cp": 2, "tp": 2}, "1f1b", {}, {"ac": "full"}),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes, name, batches, options", SHARDED)
+def test_weights_are_sharded_over_cp_too(sizes, name, batches, options):
+    changes = {"tie_word_embeddings": True, "num_hidden_layers": 4}
+    schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=4)
+    job = (cases.train_on_cp, schedule, sizes, "qwen3", changes, batches, {"shard_cp": True}, options, 5)
+    seen = largest(ranks(prod(sizes.values())).run(*job, timeout=280))
+    assert max(seen.values()) < TOLERANCE, seen
+
+
 @pytest.mark.parametrize("exchange", ["heads", pytest.param("gather", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["mixtral", *(pytest.param(k, marks=pytest.mark.full) for k in ("gpt_oss", "gemma2"))])
 def test_families(kind, exchange):

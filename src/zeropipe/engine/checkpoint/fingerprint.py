@@ -27,7 +27,7 @@ from zeropipe.errors import ConfigError
 
 _PREFIX = "2:"  # a fingerprint without it has the format of version 1
 _CHUNK_SIZES = {"cpu": 2**17, "cuda": 2**23}  # elements per kernel: what fits a cache, and what fills a GPU
-_UNSHARDED = ("pp", "dp_replicate", "cp")  # dimensions of a mesh that do not shard tensors
+_UNSHARDED = ("pp", "dp_replicate")  # dimensions of a mesh that do not shard tensors; cp may
 
 SumShard = Callable[[Tensor, Sequence[int]], int]  # of a shard and its offsets in the full tensor
 

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from zeropipe.core.mesh import DATA_DIMENSIONS, EXPERTS
 from zeropipe.engine.backward.experts import find_divided
 from zeropipe.engine.fsdp_private import units_of
-from zeropipe.engine.layout import EXPERT_DATA, Layout
+from zeropipe.engine.layout import EXPERT_DATA, SHARDS_AND_PARTS, Layout
 from zeropipe.engine.mesh.context_parallel import apply_cp
 from zeropipe.engine.mesh.expert_parallel import apply_ep, divide_mesh
 from zeropipe.engine.mesh.tensor_parallel import apply_tp
+from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import ConfigError, first_line, short
 
 S = TypeVar("S", bound=nn.Module)
@@ -37,11 +38,13 @@ def parallelize(
     ep: int = 1,
     dispatch: str = "expert",
     cp_exchange: str = "auto",
+    shard_cp: bool = False,
 ) -> dict[int, S]:
     """Shard this rank's stages over `tp` and `dp_shard`, in place, and return them; pass the Engine the same mesh.
 
     With `cp` each process runs a part of every sequence of Hugging Face models; every process gets whole microbatches.
     `cp_exchange`: in attention, exchange "heads" for tokens, or "gather" keys and values; "auto": heads if they divide.
+    `shard_cp`: shard weights over `dp_shard` and `cp` together, not over `dp_shard` alone.
 
     `ep`: divide the experts of every layer over this many of the `dp_shard` processes (without `dp_shard`, of
     `dp_replicate`), which must be a divisor of their number; tokens are sent to the process that has their experts.
@@ -67,6 +70,8 @@ def parallelize(
         raise ConfigError("a stage is already sharded; call parallelize() once, or leave out fully_shard")
     if layout.sizes.get("tp", 1) == 1 and (plan is not None or sequence_parallel):
         raise ConfigError("plan and sequence_parallel need layers sharded over tp; use a mesh with tp of 2 or more")
+    if shard_cp and (layout.sizes.get("cp", 1) == 1 or ep != 1):
+        raise ConfigError("shard_cp=True shards weights over cp, without ep; use a mesh with cp of 2 or more and ep=1")
     expert_mesh = divide_mesh(mesh, layout, ep)
     for name in mesh.mesh_dim_names if expert_mesh is None else expert_mesh.mesh_dim_names:
         # the outer dimension first: the order in which a DTensor shards experts that both divide
@@ -76,8 +81,9 @@ def parallelize(
             apply_ep(stages.values(), expert_mesh, dispatch)
     if layout.sizes.get("cp", 1) > 1:
         apply_cp(stages.values(), mesh["cp"], cp_exchange, layout.sizes.get("tp", 1))
-    if layout.sizes.get("dp_shard", 1) > 1:
-        options = _fsdp_options(mesh, layout, dtype, reduce_dtype, offload)
+    if layout.sizes.get("dp_shard", 1) > 1 or shard_cp:
+        data_mesh = _mesh_with_parts(mesh, layout, stages.values()) if shard_cp else _data_mesh(mesh, layout)
+        options = _fsdp_options(data_mesh, dtype, reduce_dtype, offload)
         expert_options = _expert_options(options, expert_mesh)
         for number, stage in stages.items():
             _apply_fsdp(number, stage, options, expert_options)
@@ -87,19 +93,38 @@ def parallelize(
     return stages
 
 
-def _fsdp_options(
-    mesh: DeviceMesh, layout: Layout, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, offload: bool
-) -> dict[str, Any]:
-    """Arguments of fully_shard."""
+def _data_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
+    """The mesh that shards weights over its last dimension, and copies them over the one before."""
     names = tuple(name for name in DATA_DIMENSIONS if name in layout.sizes)
     if names != tuple(name for name in layout.sizes if name in DATA_DIMENSIONS):
         raise ConfigError(
             f"the mesh has the dimensions {', '.join(layout.sizes)}: {names[0]} must be before {names[1]}, for FSDP"
         )
+    return mesh[names] if len(names) > 1 else mesh[names[0]]
+
+
+def _mesh_with_parts(mesh: DeviceMesh, layout: Layout, stages: Iterable[nn.Module]) -> DeviceMesh:
+    """The same, with dp_shard and cp as its last dimension."""
+    if layout.sizes.get("dp_shard", 1) == 1:
+        shard_mesh = mesh["cp"]
+    else:
+        names = tuple(name for name in layout.sizes if name in ("dp_shard", "cp"))
+        shard_mesh = torch_comm.flatten(mesh, names, SHARDS_AND_PARTS)
+        for stage in stages:
+            stage.shard_mesh = shard_mesh
+    if layout.sizes.get("dp_replicate", 1) == 1:
+        return shard_mesh
+    return torch_comm.concatenate(mesh["dp_replicate"], shard_mesh)
+
+
+def _fsdp_options(
+    data_mesh: DeviceMesh, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, offload: bool
+) -> dict[str, Any]:
+    """Arguments of fully_shard."""
     return {
-        "mesh": mesh[names] if len(names) > 1 else mesh[names[0]],
+        "mesh": data_mesh,
         "mp_policy": MixedPrecisionPolicy(dtype, reduce_dtype if dtype is not None else None),
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=data_mesh.device_type == "cuda") if offload else OffloadPolicy(),
     }
 
 

@@ -224,6 +224,11 @@ def unflatten(mesh: Any, name: str, sizes: tuple[int, ...], names: tuple[str, ..
     return mesh._unflatten(mesh.mesh_dim_names.index(name), sizes, names)  # torch 2.11 takes no name
 
 
+def flatten(mesh: Any, names: tuple[str, ...], name: str) -> Any:
+    """The mesh of one dimension in place of several ones of a mesh. The second time it is the same mesh."""
+    return mesh[names]._flatten(name)
+
+
 def concatenate(*meshes: Any) -> Any:
     """The mesh of the dimensions of several parts of one mesh, in this order."""
     return dist.device_mesh.DeviceMesh._concatenate(list(meshes))

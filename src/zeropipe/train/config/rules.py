@@ -85,7 +85,9 @@ def _check_mesh(config: RunConfig) -> Iterator[str]:
     mesh, engine = config.mesh, config.engine
     if mesh.sequence_parallel and mesh.tp == 1:
         yield "mesh.sequence_parallel=true shards sequences over tp; use mesh.tp of at least 2, or leave it out"
-    if mesh.dp_shard == 1:
+    if mesh.shard_cp and (mesh.cp == 1 or mesh.ep > 1):
+        yield "mesh.shard_cp=true shards weights over cp, without ep; use mesh.cp of at least 2 and mesh.ep=1"
+    if mesh.num_shards == 1:
         if engine.offload:
             yield "engine.offload=true is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"
         if engine.shards == "regather":
@@ -202,7 +204,7 @@ def _check_optimizer(config: RunConfig) -> Iterator[str]:
 
 def check_adafactor(config: RunConfig) -> Iterator[str]:
     """Adafactor needs unsharded weights. The loop calls this too, for runs that are started from Python."""
-    if config.optimizer.name == "adafactor" and (config.mesh.dp_shard > 1 or config.mesh.tp > 1):
+    if config.optimizer.name == "adafactor" and (config.mesh.num_shards > 1 or config.mesh.tp > 1):
         yield (
             "optimizer.name='adafactor' keeps sums over rows and columns, which shards of a weight do not have; use "
             "adamw, or mesh.dp_shard=1 and mesh.tp=1"

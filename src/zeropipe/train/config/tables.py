@@ -77,6 +77,7 @@ class MeshTable(Table):
     dp_shard: Count = Field(default=1, description="Processes that shard the weights of a replica (FSDP2).")
     cp: Count = Field(default=1, description="Processes that have a part of every sequence (context parallelism).")
     tp: Count = Field(default=1, description="Processes that shard every layer (tensor parallelism).")
+    shard_cp: Flag = Field(default=False, description="Shard weights over `dp_shard` and `cp` together.")
     ep: Count = Field(
         default=1,
         description="Processes of `dp_shard` (without it, `dp_replicate`) that the experts of layers are divided over.",
@@ -93,6 +94,11 @@ class MeshTable(Table):
     def num_pipelines(self) -> int:
         """The number of pipelines, each with its own microbatches."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_shards(self) -> int:
+        """The number of processes that weights are sharded over."""
+        return self.dp_shard * (self.cp if self.shard_cp else 1)
 
     @property
     def num_processes(self) -> int:

@@ -99,10 +99,11 @@ def _build_stages(config: RunConfig, position: RankPosition) -> dict[int, Any]:
         dtype=stored_dtype(config), device=position.device, seed=config.train.seed, adapter=_adapter_source(config),
         attention=config.engine.attention,
     )  # fmt: skip
-    is_mixed = config.mesh.dp_shard > 1 and dtype == torch.bfloat16
+    is_mixed = config.mesh.num_shards > 1 and dtype == torch.bfloat16
     parallelize(
         stages, position.mesh, sequence_parallel=config.mesh.sequence_parallel, offload=config.engine.offload,
         dtype=dtype if is_mixed else None, ep=config.mesh.ep, dispatch=config.mesh.dispatch,
+        shard_cp=config.mesh.shard_cp,
     )  # fmt: skip
     if not is_mixed and dtype == torch.bfloat16 and config.optimizer.master_weights:
         for stage in stages.values():
@@ -149,7 +150,7 @@ def stored_dtype(config: RunConfig) -> torch.dtype:
     """
     dtype = DTYPES[config.model.dtype]
     has_masters = config.optimizer.master_weights and config.lora is None
-    return torch.float32 if dtype == torch.bfloat16 and config.mesh.dp_shard > 1 and has_masters else dtype
+    return torch.float32 if dtype == torch.bfloat16 and config.mesh.num_shards > 1 and has_masters else dtype
 
 
 def _model_source(config: RunConfig) -> Any:
