@@ -76,7 +76,8 @@ class Model:
 
     def stages(self, schedule: Schedule, rank: int, seed: int, mesh: Any) -> dict[int, Any]:
         if self.config is not None:
-            return parallelize(hf_stages(self.config, schedule, rank, seed=seed, device=self.device), mesh)
+            made = hf_stages(self.config, schedule, rank, seed=seed, device=self.device)
+            return parallelize(made, mesh, shard_cp="cp" in mesh.mesh_dim_names)
         made = module_stages(self._modules(seed), schedule, rank)
         if "dp_shard" in mesh.mesh_dim_names:
             shard(made, mesh)

@@ -7,6 +7,7 @@ from itertools import product
 from math import prod
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -26,7 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
 import zeropipe as zp
-from zeropipe.engine import WeightStore, defer, hf_model, hf_stages, prepare_blocks
+from zeropipe.engine import WeightStore, defer, hf_model, hf_stages, parallelize, prepare_blocks
+from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.cp_attention import has_copied_keys, require_exchange
 from zeropipe.engine.mesh.cp_check import check_parts
 from zeropipe.engine.mesh.cp_stage import split_stage
@@ -207,6 +209,14 @@ def test_the_page_says_which_types_are_exact(kind):
         else:
             with pytest.raises(ConfigError, match=f"model_type={kind!r} cannot run with cp: "):
                 check_parts(stage, exchange)
+
+
+def test_sharding_over_cp_needs_cp():
+    mesh = SimpleNamespace(mesh_dim_names=("pp",))
+    layout = Layout((0,), 0, (0,), {"pp": 1}, {"pp": 0})
+    with mock.patch.object(Layout, "from_mesh", lambda mesh: layout):
+        with pytest.raises(ConfigError, match="shard_cp=True shards weights over cp, without ep; use a mesh with cp"):
+            parallelize({}, mesh, shard_cp=True)
 
 
 def test_the_exchange_is_chosen_by_heads():
