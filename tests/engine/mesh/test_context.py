@@ -214,9 +214,9 @@ def test_the_page_says_which_types_are_exact(kind):
 def test_sharding_over_cp_needs_cp():
     mesh = SimpleNamespace(mesh_dim_names=("pp",))
     layout = Layout((0,), 0, (0,), {"pp": 1}, {"pp": 0})
-    with mock.patch.object(Layout, "from_mesh", lambda mesh: layout):
-        with pytest.raises(ConfigError, match="shard_cp=True shards weights over cp, without ep; use a mesh with cp"):
-            parallelize({}, mesh, shard_cp=True)
+    patched = mock.patch.object(Layout, "from_mesh", return_value=layout)
+    with patched, pytest.raises(ConfigError, match="shard_cp=True shards weights over cp, without ep; use a mesh"):
+        parallelize({}, mesh, shard_cp=True)
 
 
 def test_the_exchange_is_chosen_by_heads():
