@@ -78,7 +78,7 @@ PARTS = [
     ({"pp": 2, "cp": 2}, 1, "selective:op", 128, False, 4),
     ({"cp": 2, "dp_shard": 2}, 1, "none", 131, True, 4),
     ({"cp": 2, "dp_shard": 2, "shard_cp": True}, 1, "none", 131, True, 4),
-    ({"pp": 2, "cp": 2, "shard_cp": True}, 1, "full", 128, False, 4),
+    ({"pp": 2, "cp": 2, "shard_cp": True}, 1, "full", 250, False, 4),
     ({"cp": 2, "tp": 2}, 1, "full", 128, False, 4),
 ]
 
