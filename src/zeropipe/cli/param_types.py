@@ -39,14 +39,15 @@ class Tokens(click.ParamType):
     name = "n"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"([0-9]{1,9})([KM]?)", value.strip().upper())
-        number = int(match[1]) * 1024 ** " KM".index(match[2] or " ") if match else 0
+        number = value if isinstance(value, int) else self._parse(str(value))
         if number < 2:
-            name = param.name if param else "sequence"
-            raise ConfigError(f"{name}={short(value)}: must be a number of at least 2 tokens, like 4096, 128K or 1M")
+            self.fail(f"{short(value)}: must be a number of at least 2 tokens, like 4096, 128K or 1M", param, ctx)
         return number
+
+    def _parse(self, text: str) -> int:
+        """The number of a text; 0 if it is none."""
+        match = re.fullmatch(r"([0-9]{1,9})([KM]?)", text.strip().upper())
+        return int(match[1]) * 1024 ** " KM".index(match[2] or " ") if match else 0
 
 
 class Dtype(click.Choice):
