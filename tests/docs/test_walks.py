@@ -90,6 +90,27 @@ def test_files_and_functions_of_the_table_exist():
     assert all((SOURCE / file).exists() for file, _ in places)
 
 
+def modules_without_a_word(package: Path) -> set[str]:
+    """The modules and packages in a package that its docstring does not name; a built-in schedule introduces itself."""
+    words = set(re.findall(r"\w+", ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""))
+    files = {path.stem for path in package.glob("*.py") if "\n@register(" not in path.read_text()}
+    return (files | {path.parent.name for path in package.glob("*/__init__.py")}) - words - {"__init__", "__main__"}
+
+
+@pytest.mark.parametrize(
+    "package", sorted(path.parent for path in SOURCE.glob("*/**/__init__.py")), ids=lambda p: str(p.relative_to(SOURCE))
+)
+def test_a_package_introduces_its_modules(package):
+    assert modules_without_a_word(package) == set()
+
+
+def test_the_rule_finds_a_module_without_a_word(tmp_path):
+    for name in ("known", "other"):
+        (tmp_path / f"{name}.py").write_text("")
+    (tmp_path / "__init__.py").write_text('"""known: a word."""')
+    assert modules_without_a_word(tmp_path) == {"other"}
+
+
 def test_the_rule_finds_another_order():
     walk = [("a.py", "f"), ("b.py", "g"), ("a.py", "h")]
     assert missing_step(walk, [walk[0], walk[1], walk[1], walk[2]]) is None

@@ -13,7 +13,8 @@ output         tables, numbers and JSON on stdout
 progress       progress on a terminal's stderr
 
 One module per command: show (also list and draw), simulate, compare, estimate, profile, plan, search, check, app, run,
-train, trace, checkpoint, doctor. run_output, trace_output, train_output and layer_table print their results.
+train, trace, checkpoint, doctor. Their results are printed by compare_grid, run_output, plan_output, trace_output,
+train_output and layer_table.
 """
 
 from zeropipe.cli.main import main

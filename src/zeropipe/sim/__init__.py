@@ -3,10 +3,12 @@
 costs          Costs: times, messages and memory of stages
 costs_file     costs files
 phase_costs    the phases of layers, from which the time of an Overlap follows
+slice_costs    the costs of the slices of a microbatch
 tables         costs as arrays, for the kernels
 simulate       Schedule + Costs -> Timeline
 fill           run weight gradients in idle time
 overlaps       make Overlaps of neighbouring F and B
+offload        place OFFLOAD and RELOAD
 compare        several schedules under the same costs
 fit            Timeline -> Costs
 attribution    a run compared with its simulation, and the causes of its idle time

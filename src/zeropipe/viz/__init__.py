@@ -4,7 +4,7 @@ boxes       a timeline as columns of boxes, which every output draws
 style       the options of `zp.draw`
 drawable    refuses timelines that cannot be drawn
 terminal    lines of characters; `cells` fills them
-figure      a Scene for SVG (`svg`), PNG and PDF (`raster`); `bands` and `density` for boxes that are too fine
+figure      a Scene (`scene`) for SVG (`svg`), PNG and PDF (`raster`); `bands` and `density` for boxes that are too fine
 html        an offline page: `viewer/` draws the data of `payload`, `article` is above it
 columns     the columns of `payload`, made without numpy, so that a browser makes them, too
 trace       Perfetto's JSON

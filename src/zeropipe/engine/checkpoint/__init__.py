@@ -3,6 +3,7 @@
 save            save_checkpoint: collect the state of all ranks, and write it in the background
 load            load_checkpoint: check the checkpoint on all ranks, then read this rank's shards
 convert         checkpoints to and from Hugging Face model directories and peft adapters, without processes
+merge           an adapter added to the weights of its base model
 named_weights   the full weights of a running engine, one tensor at a time
 catalog         the tensors of all stages under their names in the full model; ties
 optimizers      the state of torch optimizers, under the names of their parameters

@@ -7,6 +7,7 @@ hf           HFStage: some layers of a Hugging Face decoder model
 cut          how a model's own forward is made to begin and to end at a layer
 packing      packed sequences (cu_seqlens): position ids, masks and rotary embeddings that keep them apart
 packed_attention  the kernels that attend in packed rows without a dense mask
+sequence_parts  the parts of a sequence that the processes of `cp` have
 router_loss  the load-balancing loss of a mixture of experts, summed over stages
 
 families     Family: where a model can be cut, detected by running it; QUIRKS: exceptions by model type
@@ -15,6 +16,7 @@ verify       compares the stages of a small copy with the copy itself: loss and 
 
 skeleton     ModelSkeleton: names and shapes of a full model, on the meta device
 weights      first values of stages: random from a seed
+devices      devices as users name them
 memory       weights of a model in memory
 directory    weights of a directory of safetensors
 reader       the tensors of such a directory, one by one

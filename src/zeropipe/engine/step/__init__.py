@@ -6,6 +6,7 @@ executor_cache    one executor for each use and number of microbatches; the orde
 cell_runner       F, B, I, sends and receives of one microbatch in one stage
 dtensor_messages  DTensors between stages
 streams           two CUDA streams for Overlaps
+overlaps          Overlaps whose F and B take turns
 dynamic           dynamic W: pending weight gradients run while a rank waits
 in_place          tensors that a stage modifies in place
 losses            losses by microbatch, and the result of a step

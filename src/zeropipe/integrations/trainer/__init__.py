@@ -1,6 +1,7 @@
 """transformers.Trainer and trl.SFTTrainer on zeropipe's pipeline, under torchrun.
 
 pipelined    a Trainer class with a pipeline
+settings     schedule, mesh and options of such a class
 mixin        the methods of Trainer that run on the Engine instead
 arguments    training arguments: those that the Engine takes over, and those that are refused
 accelerator  data for each pipeline, not for each process

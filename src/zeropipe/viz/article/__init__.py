@@ -1,4 +1,4 @@
-"""The article above the timelines of a page: figures, notes, charts and tables, as values and as HTML."""
+"""The article above the timelines of a page: `blocks` (figures, notes, charts, tables), for `html` and `chart`."""
 
 from zeropipe.viz.article.blocks import Block, Chart, Figure, Figures, Heading, Line, Note, Row, Shares, Table
 from zeropipe.viz.article.html import article_html
