@@ -12,6 +12,7 @@ from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.estimate import estimate, num_parameters
 from zeropipe.estimating.families import FAMILIES
 from zeropipe.estimating.gpus import find_gpu
+from zeropipe.estimating.head import fuse
 from zeropipe.estimating.model import ShapedModel, open_model
 from zeropipe.estimating.operators import Sizes
 from zeropipe.estimating.price import Pricing, price_layer
@@ -59,8 +60,12 @@ def costs(model, at, mode="none", compile=True):
         kind: price_layer(
             ops, pricing, model.message_bytes(at), Checkpointing.parse(mode), is_block=kind in model.layers
         )
-        for kind, ops in model.layer_operators(at).items()
+        for kind, ops in [*model.layer_operators(at).items(), ("head-full", fused_head(model, at))]
     }
+
+
+def fused_head(model, at):
+    return fuse(model.fused_head(at), at, True)["head-full"]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,7 @@ def test_what_is_counted_is_what_shapes_say(kind):
                 assert other.activation == pytest.approx(one.activation, rel=NEAR.get(kind, 0.125))
                 assert other.stash == pytest.approx(one.stash, rel=0.01)
                 assert other.workspace == pytest.approx(one.workspace, rel=NEAR.get(kind, 0.125))
-            for end in ("embedding", "head", "loss"):
+            for end in ("embedding", "head", "loss", "head-full"):
                 assert found[end].parameters == known[end].parameters
                 assert found[end].flops == pytest.approx(known[end].flops, abs=1e5)  # rotary ones
                 assert found[end].activation == pytest.approx(known[end].activation, rel=0.01, abs=1e5)

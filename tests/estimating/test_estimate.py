@@ -363,13 +363,62 @@ def test_memory_is_what_the_engine_was_seen_to_hold():
         "head_dim": 32,
     }
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 2048}
-    found = estimate(shape, sequence=256, compile=False, ac=["none", "full"])
+    found = estimate(shape, sequence=256, compile=False, ac=["none", "full"], fused_head=False)
     none, full = (setting.kinds for setting in found.settings)
     assert none["dense"].activation / 256 == pytest.approx(7088, rel=0.005)
     assert full["dense"].activation / 256 == 256
     assert none["dense"].stash / 256 == full["dense"].stash / 256 == 4096
     assert (none["head"].activation + none["loss"].activation) / 256 == pytest.approx(9196, rel=0.005)
     assert (none["head"].stash + none["loss"].stash) / 256 == 4352
+
+
+def seconds_of_head(name, tokens, **options):
+    """Of the head beside its norm, in a step of a stage with full backwards, and with split ones."""
+    norm = estimate(name, sequence=tokens, **options, fused_head=False).settings[0].kinds
+    found = estimate(name, sequence=tokens, **options).settings[0].kinds
+    assert norm.keys() - found.keys() == {"loss"}
+    return [found[kind].f + found[kind].i + found[kind].w for kind in ("head-full", "head")]
+
+
+@pytest.mark.parametrize(("tokens", "times"), [(4096, (0.5 * 47.3, 0.5 * 51.0)), (8192, (47.3, 51.0))])
+def test_the_fused_head_takes_what_was_measured(tokens, times):
+    """`bench/head.py` on an H200, hidden size 4,096, 151,936 logits: with the weight's gradient in F, and in W."""
+    found = seconds_of_head("qwen3-8b", tokens, gpu="h200", compile=True)
+    assert [1e3 * seconds for seconds in found] == pytest.approx(times, rel=0.1)
+
+
+def test_the_memory_of_a_fused_head_whose_gradients_wait_for_w_is_what_was_measured():
+    """GiB of `bench/head.py`, with the gradients of the hidden states and of the weight, in float32."""
+    head = estimate("qwen3-8b", gpu="h200", sequence=8192, compile=True).settings[0].kinds["head"]
+    weight, hidden = 4 * 151_936 * 4096, 2 * 8192 * 4096
+    norm, inputs = hidden, hidden  # the bench has no norm, and does not count the hidden states
+    assert (weight + head.activation + head.f_workspace - norm - inputs) / 2**30 == pytest.approx(4.76, rel=0.05)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_weight_gradients_of_a_fused_head_are_made_in_f_unless_a_w_makes_them(compile):
+    costs = estimate("qwen3-8b", compile=compile)
+    full, split, overlapped = (zp.build(name, ranks=2, microbatches=4) for name in ("1f1b", "zb-h1", "1f1b-overlap"))
+    assert costs.for_schedule(full).after == ("head-full",)
+    assert costs.for_schedule(split).after == costs.for_schedule(overlapped).after == ("head",)
+    one, other = (costs.for_schedule(schedule).costs((18, 18)) for schedule in (full, split))
+    assert one.f[1] > other.f[1]
+    assert one.f[1] + one.b[1] == pytest.approx(other.f[1] + other.b[1])
+    logits = 2 * 4096 * 151_936
+    assert other.activation[1] - one.activation[1] == pytest.approx(logits, rel=0.05), "kept for W"
+    assert (one.f[0], one.activation[0]) == (other.f[0], other.activation[0]), "only the last stage has a head"
+
+
+def test_chunks_of_a_large_vocabulary_bound_the_memory_of_a_forward():
+    head = estimate("qwen3-8b", sequence=65_536, compile=False).settings[0].kinds["head-full"]
+    chunk, hidden = 2**27 * (2 + 4 + 3 * 4 + 1), 2 * 65_536 * 4096  # logits, and what uncompiled passes make of them
+    assert 0.9 * chunk < head.f_workspace - hidden <= chunk
+
+
+def test_a_frozen_head_makes_no_weight_gradients():
+    costs = estimate("qwen3-8b", lora=8)
+    assert (costs.after, costs.after_full) == (("head",), ())
+    assert costs.settings[0].kinds["head"].w == costs.settings[0].kinds["head"].stash == 0
 
 
 def test_a_narrow_terminal_folds_no_cell_of_an_estimate(monkeypatch, capsys):
@@ -379,4 +428,4 @@ def test_a_narrow_terminal_folds_no_cell_of_an_estimate(monkeypatch, capsys):
     print_costs(zp.estimate("qwen3-8b"), "an estimate", None, as_json=False)
     rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "dense 36 2.93 ms 3.89 ms 2.282 ms 562.6 MB 520.1 MB 192.9 M" in rows
-    assert rows[-3].endswith(" 0 B 0"), "the loss has no parameters"
+    assert [row.split()[0] for row in rows if row.startswith("head")] == ["head", "head-full"]

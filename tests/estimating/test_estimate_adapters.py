@@ -87,7 +87,6 @@ def test_a_frozen_model_has_no_weight_gradients():
     assert [(end.w, end.stash, end.num_trained) for end in ends] == [(0, 0, 0)] * 2
     assert ends[0].i == 0
     assert whole(adapted)[1].w < 0.5 * whole(full)[1].w, "only those of the adapters"
-    assert adapted.settings[0].kinds["loss"] == full.settings[0].kinds["loss"]
     done = sum(3 * layer.flops - layer.frozen_flops for layer in whole(adapted))
     assert done == pytest.approx(count_flops(open_model("qwen3-8b"), 4096, is_frozen=True)), "as a run counts its MFU"
 

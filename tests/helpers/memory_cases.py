@@ -22,6 +22,7 @@ from zeropipe.core.action import Action
 from zeropipe.engine import fsdp_private
 from zeropipe.engine.comm.ranks import job_ranks
 from zeropipe.engine.engine import Engine
+from zeropipe.engine.head import cross_entropy
 from zeropipe.engine.masters import MasterWeights
 from zeropipe.engine.mesh import cp_attention
 from zeropipe.engine.mesh.sharded_stage import ShardedStage
@@ -208,6 +209,15 @@ def _triangle(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
+CHUNK_NUMBERS = 2**15
+
+
+def measure_step_in_chunks(config: RunConfig) -> Measured:
+    """The same with chunks of `CHUNK_NUMBERS` logits."""
+    with mock.patch.object(cross_entropy, "CPU_CHUNK_NUMBERS", CHUNK_NUMBERS):
+        return measure_step(config)
+
+
 def bytes_under_way(config: RunConfig) -> float:
     """Of messages that a rank sends and receives between two actions, which predictions do not count."""
     mesh, data = config.mesh, config.data
@@ -286,7 +296,6 @@ def draw(seed: int, num_ranks: int, model_path: str) -> RunConfig:
         "engine": {
             "ac": chance.choice(("none", "none", "full", "selective:2", "selective:op")), "device": "cpu",
             "attention": "sdpa",  # as it runs on a CPU
-            "fused_head": False,  # predictions are for whole logits
             "shards": chance.choice(("keep", "regather")) if dp_shard > 1 else "keep",
         },
         "data": {

@@ -49,14 +49,14 @@ def test_every_way_out_is_a_plan_that_fits(nothing):
     "wish,change",
     [
         ({"ac": "none"}, {"ac": "full"}), ({"microbatch_sizes": [16]}, {"microbatch_sizes": 1}),
-        ({"pp": 4}, {"pp": 1}), ({"tp": 1}, {"tp": 4}),
-        ({"pp": 4, "tp": 1, "schedules": "gpipe", "memory": 26.7e9}, {"schedules": "v-min:v=2"}),
-        ({"dtype": "float32", "sequence": 32768, "sequence_parallel": False, "memory": 40.5e9}, {"dtype": "bf16"}),
+        ({"pp": 4, "sequence": 16384}, {"pp": 1}), ({"tp": 1, "sequence": 16384}, {"tp": 4}),
+        ({"pp": 4, "tp": 1, "schedules": "gpipe", "memory": 26.7e9}, {"schedules": "1f1b"}),
+        ({"dtype": "float32", "sequence": 32768, "sequence_parallel": False, "memory": 35e9}, {"dtype": "bf16"}),
     ],
     ids=lambda value: next(iter(value)),
 )  # fmt: skip
 def test_a_wish_that_keeps_a_plan_from_fitting_is_named(wish, change):
-    """The model needs 18.2 GB of four GPUs at least."""
+    """The model needs 18.7 GB of four GPUs at least."""
     closest = zp.plan("qwen3-4b", **{**LARGE, "gpus": 4, "memory": 24e9, **wish}).closest
     assert change in [way.change for way in closest.ways_out]
 

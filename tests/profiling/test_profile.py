@@ -79,6 +79,24 @@ def test_the_costs_of_layers_are_found_in_the_pieces(pieces):
     assert from_layer_data(json.loads(to_layer_json(found))) == found
 
 
+@pytest.mark.parametrize("pieces", [SINGLE, WITH_LAYERS], ids=["bare ends", "ends that need a layer"])
+def test_a_fused_head_costs_something_else_with_full_backwards(pieces):
+    """F then makes the gradients of its weights, which W makes with split ones."""
+    full = replace(TRUTH["head"], f=1.3, i=0.9, w=0.0, b=0.9, activation=45, stash=0)
+    split, whole = (profile_of({**TRUTH, "head": head}, pieces).probes[0] for head in (TRUTH["head"], full))
+    probe = replace(split, full=whole.full, fused_head=True)
+    found = costs_from_profile(replace(profile_of(TRUTH, pieces), probes=(probe,)))
+    assert (found.after, found.after_full, found.fused_head) == (("head",), ("head-full",), True)
+    kinds = found.settings[0].kinds
+    assert kinds.keys() == {*TRUTH, "head-full"}
+    for name in ("f", "b", "activation"):
+        assert getattr(kinds["head-full"], name) == pytest.approx(getattr(full, name)), name
+    for name in ("f", "i", "w", "activation", "stash"):
+        assert getattr(kinds["head"], name) == pytest.approx(getattr(TRUTH["head"], name)), name
+    assert kinds["head"].b == pytest.approx(full.f + full.b - TRUTH["head"].f), "where a B makes what a W makes"
+    assert from_layer_data(json.loads(to_layer_json(found))) == found
+
+
 def test_a_forward_before_a_split_backward_may_take_longer():
     """Then F is that one, and B what a microbatch takes beside it where its backward is whole."""
     plain = {name: replace(cost, f=cost.f / 1.1) for name, cost in TRUTH.items()}

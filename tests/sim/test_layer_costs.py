@@ -72,6 +72,13 @@ def test_the_workspace_of_a_split_backward_that_leaves_more_than_it_found():
     assert costs.i_workspace == (9 + 2 * 5,), "two layers left 6 for 1 each"
 
 
+def test_what_a_forward_needs_is_beside_what_later_layers_keep():
+    layer, end = LayerCost(1, 1, 1, activation=4, f_workspace=6), LayerCost(1, 1, 1, activation=1, f_workspace=2)
+    kinds = (Setting({"x": layer, "y": end}),)
+    costs = LayerCosts("toy", "profile", ("x", "x"), kinds, before=(), after=("y",)).costs((1, 1))
+    assert costs.f_workspace == (6, 6 - 1)
+
+
 def test_settings_are_found_or_refused():
     assert COSTS.setting(microbatch_size=2).compile
     assert COSTS.setting(ac="selective:2") is COSTS.settings[0]

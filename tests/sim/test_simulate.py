@@ -159,12 +159,19 @@ def test_the_steady_state_goes_from_the_last_forward_before_a_backward_to_the_fi
 
 @pytest.mark.parametrize("name,ranks,microbatches", SIZES)
 def test_a_backward_needs_its_workspace_while_it_runs(name, ranks, microbatches):
-    """An Overlap of an F and a B needs that of its B; W and F need none."""
+    """An Overlap needs that of its F and that of its B; W needs none."""
     schedule = zp.build(name, ranks=ranks, microbatches=microbatches)
     stages = range(schedule.num_stages)
     activation, stash = [3.0 + stage for stage in stages], [1.0 + 3 * (stage % 3) for stage in stages]
-    sizes = {Kind.B: [4.0 + stage % 4 for stage in stages], Kind.I: [2.0 + stage % 5 for stage in stages]}
-    costs = zp.Costs(activation=activation, stash=stash, workspace=sizes[Kind.B], i_workspace=sizes[Kind.I])
+    sizes = {
+        Kind.F: [1.0 + stage % 3 for stage in stages],
+        Kind.B: [4.0 + stage % 4 for stage in stages],
+        Kind.I: [2.0 + stage % 5 for stage in stages],
+    }
+    costs = zp.Costs(
+        activation=activation, stash=stash, f_workspace=sizes[Kind.F], workspace=sizes[Kind.B],
+        i_workspace=sizes[Kind.I],
+    )  # fmt: skip
     timeline = zp.simulate(schedule, costs)
     for rank in range(ranks):
         level, peak = 0.0, 0.0

@@ -5,6 +5,7 @@
 
 import json
 import os
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,11 @@ pytest.importorskip("peft")
 import memory_cases as cases
 from engine_helpers import ranks
 
+import zeropipe as zp
+from zeropipe.core.action import actions_of
+from zeropipe.estimating import head
+from zeropipe.train import preview as train_preview
+from zeropipe.train.inputs import build_schedule
 from zeropipe.train.preview import preview
 
 LIMIT = 0.10
@@ -39,12 +45,23 @@ def worst():
         print(f"\nworst {item}: {error:+.1%} ({layout})", end="")
 
 
-def check(config, number, worst):
-    predicted = preview(config).ranks
+def preview_on_cpu(config):
+    """The dry run of the schedule with the halves of each Overlap one after the other, as a CPU runs them."""
+    with mock.patch.object(train_preview, "build_schedule", lambda config: without_overlaps(build_schedule(config))):
+        return preview(config)
+
+
+def without_overlaps(schedule):
+    rows = [actions_of(row) for row in schedule.rows]
+    return zp.Schedule.of(schedule.problem, schedule.placement, rows, schedule.name)
+
+
+def check(config, number, worst, measure=cases.measure_step):
+    predicted = preview_on_cpu(config).ranks
     limits = dict.fromkeys(("peak", *cases.ITEMS), LIMIT)
     if config.engine.shards == "regather":
         limits |= {"peak": REGATHERED_LIMIT, "workspace": REGATHERED_LIMIT}
-    for measured in ranks(number).run(cases.measure_step, config, timeout=600):
+    for measured in ranks(number).run(measure, config, timeout=600):
         memory = dict(predicted[measured.rank].memory)
         memory["optimizer"] += memory.pop("masters")
         errors = cases.errors(memory, measured, cases.bytes_under_way(config))
@@ -92,6 +109,20 @@ def test_memory_of_parts_of_sequences(sizes, seed, ac, sequence, packing, keys, 
     config = cases.divide(drawn, sizes, sequence=sequence, packing=packing, **kind)
     engine = config.engine.model_copy(update={"ac": ac, "shards": "keep"})
     check(config.model_copy(update={"engine": engine}), config.mesh.num_processes, worst)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_memory_of_logits_in_chunks(schedule, model, worst, monkeypatch):
+    """One chunk is there at a time, or their gradients until W."""
+    drawn = cases.draw(1, 2, model)
+    config = drawn.model_copy(update={
+        "mesh": drawn.mesh.model_copy(update={"pp": 2, "dp_shard": 1, "tp": 1, "sequence_parallel": False}),
+        "schedule": drawn.schedule.model_copy(update={"name": schedule, "stages_per_rank": None}),
+        "engine": drawn.engine.model_copy(update={"ac": "full"}),
+        "data": drawn.data.model_copy(update={"microbatch": 2, "batch": 8}),
+    })  # fmt: skip
+    monkeypatch.setattr(head, "PLAIN_NUMBERS", cases.CHUNK_NUMBERS)
+    check(config, 2, worst, cases.measure_step_in_chunks)
 
 
 @pytest.mark.full

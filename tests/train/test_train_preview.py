@@ -53,6 +53,20 @@ def test_a_plans_file_has_the_plans_numbers(planned, run):
     assert [one["stages"] for one in shown["ranks"]] == [[0, 7], [1, 6], [2, 5], [3, 4]]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_logits_are_whole_only_where_the_run_makes_them_whole(schedule, run):
+    """Of 4,096 tokens of 151,936 logits: chunks need less on the last rank, and are faster."""
+    args = ("train", *LARGE, "--schedule.name", schedule, "--schedule.costs", "h100", "--data.sequence", "4096",
+            "--data.batch", "8", "--model.dtype", "bfloat16", "--engine.compile", "true")  # fmt: skip
+    found = [run(*args, "--engine.fused_head", fused, "--dry-run", "--json") for fused in ("true", "false")]
+    chunks, whole = (json.loads(out) for _, out, _ in found)
+    assert chunks["prediction"]["step"] < whole["prediction"]["step"]
+    peaks = [[sum(rank["memory"].values()) for rank in shown["ranks"]] for shown in (chunks, whole)]
+    assert peaks[0][:3] == pytest.approx(peaks[1][:3])
+    assert peaks[1][3] - peaks[0][3] > 2e9
+    assert not chunks["notes"]
+
+
 @pytest.mark.parametrize("model", ["qwen3-8b", "qwen3-14b", "qwen3-0.6b", "shapes", "shapes/config.json"])
 def test_a_plans_file_is_shown_as_it_is(model, tmp_path, monkeypatch, run):
     """Names and configs have shapes and no weights: enough for a dry run, with the plan's own numbers, not to train."""
@@ -209,6 +223,7 @@ def test_balance_by_time_is_zp_balance(tmp_path, monkeypatch):
     ("--model.dtype float64", "no prediction: the run has dtype float64, the costs float32; "),
     ("--lora.rank 4", "no prediction: the run trains an adapter (LoRA), costs are for training all weights; "),
     ("--data.microbatch 2", "no prediction: the costs of qwen3-8b have no setting with "),
+    ("--engine.fused_head false", "no prediction: the run has engine.fused_head=false, which makes logits whole, "),
     ("--mesh.ep 2 --mesh.dp_shard 2", "no prediction: the costs of qwen3-8b have no setting with ep=2: "),
     ("--mesh.pp 1", "rank 0 needs "),
 ])  # fmt: skip

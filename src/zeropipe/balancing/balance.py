@@ -73,7 +73,7 @@ def balance(
         raise ConfigError(f"costs={short(costs)}: must be costs of layers; use zp.estimate(...) or a file's costs")
     require_schedule(schedule)
     task = balance_task(
-        costs, schedule.problem, schedule.placement, peak_in_flight(schedule),
+        costs.for_schedule(schedule), schedule.problem, schedule.placement, peak_in_flight(schedule),
         setting=setting, ac=ac, speeds=speeds, memory=memory, shards=shards,
     )  # fmt: skip
     counts, exact = best_counts(task)
@@ -161,7 +161,7 @@ def balance_task(
     table, pairs = rank_table(placement, problem.num_ranks)
     speed = _per_rank("speeds", speeds, problem.num_ranks, 1.0)
     limit = _per_rank("memory", memory, problem.num_ranks, inf)
-    workspace = max(layer.workspace for layer in [*layers, *ends[0], *ends[1], *ends[2]])
+    workspace = max(max(one.workspace, one.f_workspace) for one in [*layers, *ends[0], *ends[1], *ends[2]])
     return BalanceTask(
         tuple(layer.f + layer.full_backward for layer in layers), tuple(map(weigh, layers)),
         tuple(max(layer.activation, layer.stash) for layer in layers), _end(ends[0], weigh), _end(ends[1], weigh),

@@ -73,7 +73,7 @@ def _page_costs(request: Request) -> Costs:
     if request.source.name in ("rank", "stage") or not request.specs:
         return request.source.plain_costs
     schedule = request.load_schedule(request.specs[0])
-    return request.source.stage_costs(schedule.problem, schedule.placement)
+    return request.source.stage_costs(schedule.problem, schedule.placement, schedule)
 
 
 def _choice_text(spec: Spec, request: Request) -> str:

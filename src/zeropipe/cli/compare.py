@@ -114,7 +114,7 @@ def _compare(request: Request) -> Comparison:
             try:
                 found = load(spec, *variant[1:5])
                 schedule = found.schedule if isinstance(found, Timeline) else found
-                costs = request.source.stage_costs(schedule.problem, schedule.placement)
+                costs = request.source.stage_costs(schedule.problem, schedule.placement, schedule)
             except (ConfigError, ScheduleError) as error:
                 if spec.is_file or (spec.name in named and not has_sizes):
                     raise

@@ -13,6 +13,7 @@ from zeropipe.errors import ConfigError
 if TYPE_CHECKING:
     from zeropipe.cli.layer_options import LayerOptions
     from zeropipe.core.placement import Placement, Problem
+    from zeropipe.core.schedule import Schedule
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.layer_costs import LayerCosts
     from zeropipe.train.stage_costs import RunCosts
@@ -31,8 +32,10 @@ class CostSource(Protocol):
     def plain_costs(self) -> Costs:
         """The costs per rank or stage; ConfigError if they are per layer."""
 
-    def stage_costs(self, problem: Problem, placement: Placement | None = None) -> Costs:
-        """The costs of each stage; `placement` says which stages share a rank."""
+    def stage_costs(
+        self, problem: Problem, placement: Placement | None = None, schedule: Schedule | None = None
+    ) -> Costs:
+        """The costs of each stage, of `schedule` if it is known; `placement` says which stages share a rank."""
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
         """The number of layers of each stage, if the command line cuts a model."""
@@ -58,7 +61,9 @@ class PlainCosts:
     def plain_costs(self) -> Costs:
         return _override_costs(self.costs, self.flags)
 
-    def stage_costs(self, problem: Problem, placement: Placement | None = None) -> Costs:
+    def stage_costs(
+        self, problem: Problem, placement: Placement | None = None, schedule: Schedule | None = None
+    ) -> Costs:
         return self.plain_costs.stage_costs(problem, per=self.per)
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
@@ -86,9 +91,12 @@ class LayerFileCosts:
     def plain_costs(self) -> Costs:
         raise _per_layer(self.costs.model)
 
-    def stage_costs(self, problem: Problem, placement: Placement | None = None) -> Costs:
+    def stage_costs(
+        self, problem: Problem, placement: Placement | None = None, schedule: Schedule | None = None
+    ) -> Costs:
         _require_no_stage_costs(self.flags, self.costs.model)
-        found = self.options.stage_costs(self.costs, problem, placement, self.flags.get("node_size"))
+        costs = self.costs if schedule is None else self.costs.for_schedule(schedule)
+        found = self.options.stage_costs(costs, problem, placement, self.flags.get("node_size"))
         return _override_costs(found, self.flags)
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
@@ -111,11 +119,13 @@ class TrainingFileCosts:
     def plain_costs(self) -> Costs:
         raise _per_layer(self.costs.model)
 
-    def stage_costs(self, problem: Problem, placement: Placement | None = None) -> Costs:
+    def stage_costs(
+        self, problem: Problem, placement: Placement | None = None, schedule: Schedule | None = None
+    ) -> Costs:
         from zeropipe.core.placement import linear
 
         _require_no_stage_costs(self.flags, self.costs.model)
-        return _override_costs(self.costs.of(problem, placement or linear(problem)), self.flags)
+        return _override_costs(self.costs.of(problem, placement or linear(problem), schedule=schedule), self.flags)
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
         return None

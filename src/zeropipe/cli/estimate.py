@@ -34,6 +34,7 @@ DEFAULT_SEQUENCE, DEFAULT_DTYPE = 4096, "bfloat16"
 @opt.dispatch
 @opt.sequence_parallel
 @opt.compile
+@opt.fused_head
 @opt.efficiency
 @opt.lora
 @option("--known", is_flag=True, help="List the known models and GPUs.")
@@ -63,6 +64,7 @@ def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **v
         microbatch_size=values["microbatch"] or (1,), tp=values["tp"] or (1,),
         ac=(values["ac"] or "none").split(","), lora=values["lora"], ep=values["ep"] or (1,), cp=values["cp"] or (1,),
         imbalance=values["imbalance"], dispatch=values["dispatch"], sample=values["sample"],
+        fused_head=values["fused_head"],
         sequence_parallel=_parallel_values(values["sequence_parallel"], values["tp"] or (1,)),
     )  # fmt: skip
     print_compile_note()

@@ -52,7 +52,7 @@ def _print_setting(found: LayerCosts, setting: Setting) -> None:
     table = output.create_table(
         "name", "number", "F", "I", "W", "held\nF to I", "kept\nI to W", "parameters", left=("name",)
     )  # fmt: skip
-    parts = [*found.before, *dict.fromkeys(found.layers), *found.after, *found.each]
+    parts = [*found.before, *dict.fromkeys(found.layers), *found.after, *found.after_full, *found.each]
     for kind in parts:
         cost = setting.kinds[kind]
         number = "each" if kind in found.each else str(found.layers.count(kind) or 1)

@@ -133,6 +133,10 @@ compile = option(
     "--compile/--no-compile", default=False, show_default=True, field="engine.compile",
     help="Compile each transformer block (torch.compile).",
 )  # fmt: skip
+fused_head = option(
+    "--fused-head/--no-fused-head", default=True, show_default=True, field="engine.fused_head",
+    help="Compute the loss in chunks of tokens, where the model allows it.",
+)  # fmt: skip
 steps = option(
     "--steps", type=POSITIVE, help="Recorded steps, after a warm-up; by default 3 in run, 5 in profile."
 )  # fmt: skip
@@ -215,6 +219,7 @@ COSTS: dict[str, tuple[Any, str]] = {
     "serial_links": (bool, "One transfer at a time in each direction of a link."),
     "activation": (str, "Memory that a forward allocates."),
     "stash": (str, "Memory kept from I until W; all of it by default."),
+    "f_workspace": (str, "Memory in use only while a forward runs."),
     "workspace": (str, "Memory in use only while a full backward runs."),
     "i_workspace": (str, "Memory in use only while an input gradient runs; workspace by default."),
     "weights": (str, "Constant memory: parameters, gradients, optimizer."),

@@ -98,7 +98,7 @@ class Request:
         if recording is not None and not self.has_costs_file:
             assert isinstance(source, PlainCosts)
             source = replace(source, costs=fit(recording), is_recorded=True)
-        costs = source.stage_costs(schedule.problem, schedule.placement)
+        costs = source.stage_costs(schedule.problem, schedule.placement, schedule)
         if self.weight_parts:
             schedule = self._divide_weights(schedule, costs)
         if self.overlaps:

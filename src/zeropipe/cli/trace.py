@@ -248,7 +248,8 @@ def _load_costs(
     if per:
         raise ConfigError(f"--per {per}: {HAVE_LAYERS}")
     recorded = find_recorded_setting(found, run.schedule, run.origin, layers, (ac,) if ac else ())
-    costs = found.costs(recorded.counts, recorded.setting, ac=recorded.ac, placement=run.schedule.placement)
+    priced = found.for_schedule(run.schedule)
+    costs = priced.costs(recorded.counts, recorded.setting, ac=recorded.ac, placement=run.schedule.placement)
     return LoadedCosts(costs, found, recorded)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from zeropipe.core.action import Kind
 from zeropipe.core.check import check
+from zeropipe.core.model.head import row_adds_in_forward
 from zeropipe.core.packed import is_joined, kind_of
 from zeropipe.core.schedule import Schedule, require_schedule
 from zeropipe.core.units import count_text
@@ -172,11 +173,10 @@ def leaves_weights(schedule: Schedule, rank: int, options: Options) -> bool:
 def adds_in_forward(schedule: Schedule, rank: int, options: Options) -> bool:
     """Whether F of a last stage may add the weight gradients of its head.
 
-    Not where they are left to W, nor where an F runs beside a B, which may add to the same tied weight.
+    With `split="whole"` an I computes what a B does, so no W follows.
     """
-    if any(map(is_joined, schedule.packed.row(rank))):
-        return False
-    return options.split == "whole" or not leaves_weights(schedule, rank, options)
+    row = schedule.packed.row(rank)
+    return row_adds_in_forward(row) or (options.split == "whole" and not any(map(is_joined, row)))
 
 
 def choose_device(device: torch.device | str | None, stages: Mapping[int, nn.Module]) -> torch.device:

@@ -6,6 +6,7 @@ families   model types: what their configs leave out
 shapes     a config.json -> the shape of a model
 operators  a shape -> the operators of each kind of layer
 counted    models of other types: their operators are counted
+head       the fused head
 count      counting: layers run on the meta device, and every operator is recorded
 model      ShapedModel and CountedModel behind one protocol
 adapters   LoRA: frozen weights, and the operators of adapters

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from zeropipe.core.model.layers import find_excess_layers
-from zeropipe.core.model.operators import Counted, Op
+from zeropipe.core.model.operators import LOSS, Counted, Op
 from zeropipe.errors import ConfigError
+from zeropipe.estimating.head import Head
 from zeropipe.estimating.operators import Sizes, count_parameters, loss
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ class CountedModel:
 
     def layer_operators(self, sizes: Sizes) -> dict[str, Sequence[Op]]:
         found = self._count(sizes)
-        return {**found.kinds, "loss": [loss(found.logits, sizes)]}
+        return {**found.kinds, LOSS: [loss(found.logits, sizes)]}
+
+    def fused_head(self, sizes: Sizes) -> Head | None:
+        found = self._count(sizes)
+        return None if found.fused_head is None else Head(found.fused_head, found.logits)
 
     def message_bytes(self, sizes: Sizes) -> float:
         return self._count(sizes).message

@@ -8,10 +8,12 @@ from math import inf
 from typing import Any
 
 from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.core.model.operators import FULL_HEAD, HEAD, LOSS
 from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.estimating.adapters import add_adapters, freeze
 from zeropipe.estimating.counted import CountedModel
 from zeropipe.estimating.gpus import find_gpu
+from zeropipe.estimating.head import fuse
 from zeropipe.estimating.model import Model, ShapedModel, open_model
 from zeropipe.estimating.operators import Sizes
 from zeropipe.estimating.price import Pricing, price_layer
@@ -48,6 +50,7 @@ def estimate(
     sample: int | None = None,
     dense_mask: bool = False,
     cp: int | Sequence[int] = 1,
+    fused_head: bool = True,
 ) -> LayerCosts:
     """Estimate the costs of a model's layers from their shapes. `zeropipe profile` measures them.
 
@@ -58,7 +61,8 @@ def estimate(
     settings with a `tp` of 1; `imbalance` is the load of the GPU with most rows over the mean, `dispatch` whether a
     token is sent once to each "expert" of it, or to each "process" that has some. With `sample` a sequence is a row of
     packed samples of so many tokens, which attend within themselves (`engine.attention`). With `dense_mask` a mask
-    keeps the samples of a row apart. `cp` divides every sequence over so many GPUs.
+    keeps the samples of a row apart. `cp` divides every sequence over so many GPUs. `fused_head` computes the loss in
+    chunks of tokens, as the engine does by default where the model allows it, but not with `cp`.
     """
     opened, machine = open_model(model), find_gpu(gpu, efficiency)
     dtype = DTYPE_NAMES.get(str(dtype), dtype)
@@ -67,8 +71,9 @@ def estimate(
     require_positive_integers(sequence=sequence)
     require_sample(sample, sequence)
     sizes, tp_sizes = _list_integers("microbatch_size", microbatch_size), _list_integers("tp", tp)
-    if not isinstance(compile, bool):
-        raise ConfigError(f"compile={short(compile)}: must be True or False")
+    for name, value in (("compile", compile), ("fused_head", fused_head)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={short(value)}: must be True or False")
     if lora is not None:
         _require_adapters(opened, lora, tp_sizes)
     ep_sizes = _list_integers("ep", ep)
@@ -82,19 +87,21 @@ def estimate(
                 size * part_length(sequence, num_parts, num_shards if is_parallel else 1), sequence, DTYPES[dtype],
                 num_shards, is_parallel, num_experts, imbalance, dispatch, sample or 0, dense_mask, num_parts,
             ),
-            lora,
+            lora, fused_head and 1 in cp_sizes,
         )
         for num_parts in cp_sizes
         for num_shards, is_parallel in _list_shardings(opened, tp_sizes, sequence_parallel, sequence, num_parts)
         for num_experts in ep_sizes if num_experts == 1 or num_shards == 1
         for size in sizes for mode in _list_modes(ac)
     ]  # fmt: skip
+    ends = _list_ends(settings[0])
     state = BF16_STATE if DTYPES[dtype] == 2 and lora is None else ParameterBytes(4, 4, 8, 4)
     if lora is not None:  # adapters are float32
         state = replace(state, frozen=DTYPES[dtype])
     return LayerCosts(
         opened.name, "estimate", opened.layers, tuple(settings), tied=opened.tied, sequence=sequence, dtype=dtype,
-        lora_rank=lora, dispatch=dispatch, sample=sample, each=(STAGE,),
+        lora_rank=lora, dispatch=dispatch, sample=sample, after=ends[0],
+        after_full=ends[1], each=(STAGE,), fused_head=fused_head,
         link=machine.intra_node_link, inter_node=machine.inter_node_link, state=state,
         machine={
             "gpu": machine.name, "peak_flops": machine.peak_of(dtype), "memory": machine.memory,
@@ -188,8 +195,15 @@ def _require_parts(model: ShapedModel | CountedModel, cp_sizes: list[int]) -> No
             raise ConfigError(f"cp={cp}: {reason}; leave out cp")
 
 
+def _list_ends(setting: Setting) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The kinds at the end of the model, and those of full backwards; a fused head has the loss."""
+    if LOSS in setting.kinds:
+        return (HEAD, LOSS), ()
+    return (HEAD,), (FULL_HEAD,) if FULL_HEAD in setting.kinds else ()
+
+
 def _estimate_setting(
-    model: Model, pricing: Pricing, mode: str, microbatch_size: int, sizes: Sizes, lora: int | None
+    model: Model, pricing: Pricing, mode: str, microbatch_size: int, sizes: Sizes, lora: int | None, fused_head: bool
 ) -> Setting:
     message, checkpointing = model.message_bytes(sizes), Checkpointing.parse(mode)
     kinds = model.layer_operators(sizes)
@@ -198,6 +212,11 @@ def _estimate_setting(
             name: add_adapters(ops, lora, sizes, pricing.compile) if name in model.layers else freeze(ops, sizes)
             for name, ops in kinds.items()
         }
+    if fused_head and (head := model.fused_head(sizes)) is not None:
+        head = head if lora is None else replace(head, ops=tuple(freeze(head.ops, sizes)))
+        whole = [*kinds[HEAD], *kinds[LOSS]]
+        ends = fuse(head, sizes, pricing.compile) if sizes.cp == 1 else {HEAD: whole, FULL_HEAD: whole}
+        kinds = {name: ops for name, ops in kinds.items() if name != LOSS} | ends
     costs = {
         name: price_layer(
             ops, pricing, message, checkpointing, is_block=name in model.layers,

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from zeropipe.core.model.operators import Op
+from zeropipe.core.model.operators import HEAD, LOSS, Op
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.counted import CountedModel
+from zeropipe.estimating.head import Head
 from zeropipe.estimating.operators import (
     Sizes,
     count_parameters,
@@ -39,6 +40,10 @@ class Model(Protocol):
 
     def layer_operators(self, sizes: Sizes) -> Mapping[str, Sequence[Op]]:
         """The operators of each kind, and of "embedding", "head" and "loss"; ConfigError for an invalid `tp`."""
+        ...
+
+    def fused_head(self, sizes: Sizes) -> Head | None:
+        """The head of which the engine computes losses in chunks; None if its logits stay whole."""
         ...
 
     def message_bytes(self, sizes: Sizes) -> float:
@@ -119,9 +124,12 @@ class ShapedModel:
         return {
             **{name: decoder_layer(self.shape, layer, sizes) for layer, name in self._names.items()},
             "embedding": embedding(self.shape, sizes),
-            "head": head(self.shape, sizes),
-            "loss": [loss(self.shape.vocabulary // tp, sizes)],
+            HEAD: head(self.shape, sizes),
+            LOSS: [loss(self.shape.vocabulary // tp, sizes)],
         }
+
+    def fused_head(self, sizes: Sizes) -> Head:
+        return Head(tuple(head(self.shape, sizes)), self.shape.vocabulary // sizes.tp)
 
     def message_bytes(self, sizes: Sizes) -> float:
         return float(sizes.outside.tokens * self.shape.hidden * sizes.element)

@@ -100,6 +100,7 @@ def price_layer(
         f=times.f, i=times.i, w=times.w, f_exchange=parts,
         i_exchange=parts * (1 if checkpointing.mode == "none" else 2),  # checkpointing exchanges once more
         activation=held, stash=sum(op.stash for op in ops), workspace=recomputed + gradients,
+        f_workspace=sum(op.workspace[pricing.compile] for op in ops),
         message=message if is_block else 0.0, parameters=sum(op.parameters for op in ops), trained=_count_trained(ops),
         flops=sum(map(_useful, ops)), frozen_flops=sum(_useful(op) for op in ops if op.trained == 0),
         phases=_divide_phases(ops, pricing, checkpointing, times, exchanged) if exchanged else None,

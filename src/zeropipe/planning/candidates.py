@@ -94,15 +94,15 @@ def _lower_bounds(context: PlanContext, run: Run) -> tuple[float, float]:
     work, exchanging = (sum(map(time, layers)) for time in (_work, lambda layer: layer.exchanging))
     work, forward = max(work - exchanging, exchanging), sum(layer.f for layer in layers)
     held = Held.sum(layer.held for layer in layers)
+    after, full = (sum(kinds[kind].activation for kind in part) for part in (costs.after, costs.after_full))
+    least_activations = sum(layer.activation for layer in layers) - (max(0.0, after - full) if costs.after_full else 0)
     if costs.tied:
         shared = kinds[costs.before[0]]
         held = held._replace(
             trained=held.trained - min(shared.num_trained, held.trained),
             frozen=held.frozen - min(shared.num_frozen, held.frozen),
         )
-    needs = (
-        costs.state_of(run.layout.tp).resident(held, run.layout.shards) + sum(layer.activation for layer in layers)
-    ) / pp
+    needs = (costs.state_of(run.layout.tp).resident(held, run.layout.shards) + least_activations) / pp
     return (run.num_microbatches * work + (pp - 1) * forward / pp) / pp, needs
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 from zeropipe.core.placement import Placement
+from zeropipe.core.schedule import Schedule
 from zeropipe.planning.rows import Candidate, Run
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
@@ -27,6 +28,10 @@ class PlanContext:
     def create(cls, costs: LayerCosts, gpus_per_node: int, memory_limit: float) -> PlanContext:
         """With the optimizer bandwidth of the costs' machine."""
         return cls(costs, gpus_per_node, memory_limit, _optimizer_bandwidth(costs))
+
+    def for_schedule(self, schedule: Schedule) -> PlanContext:
+        """The context with the costs in `schedule`."""
+        return replace(self, costs=self.costs.for_schedule(schedule))
 
     def setting(self, run: Candidate | Run) -> Setting:
         """The setting of the layers, with seconds of exchanges; ConfigError if the costs do not have it."""

@@ -63,6 +63,7 @@ def score_group(context: PlanContext, group: Sequence[Candidate]) -> list[PlanRo
     except ConfigError:
         return []
     validate_user_schedule(schedule)
+    context = context.for_schedule(schedule)
     rows: list[PlanRow] = []
     live = peak_in_flight(schedule)
     for candidate in group:

@@ -30,6 +30,7 @@ def _compute_gap(context: PlanContext, row: PlanRow) -> float | None:
     schedule = row.schedule
     if len(schedule.placement.copies) > 1:
         return None  # bounds are for one copy of the model
+    context = context.for_schedule(schedule)
     costs = context.stage_costs(row.candidate, row.counts, schedule.placement, gathers=False)
     if row.candidate.layout.num_shards > 1:  # full weights are not resident all the time, so more fits
         costs = replace(costs, memory_limit=None)

@@ -89,7 +89,8 @@ class Plan:
     def timeline(self, row: PlanRow) -> Timeline:
         """The simulation of a row's pipeline."""
         schedule = row.schedule
-        return simulate(schedule, self.context.stage_costs(row.candidate, row.counts, schedule.placement))
+        context = self.context.for_schedule(schedule)
+        return simulate(schedule, context.stage_costs(row.candidate, row.counts, schedule.placement))
 
     def why(self, row: PlanRow, best: PlanRow | None = None) -> str:
         """Why a row is slower than the best one: the purposes that take longer."""

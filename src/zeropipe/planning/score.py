@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zeropipe.core.action import B, I, Kind, W
+from zeropipe.core.action import B, F, I, Kind, W
 from zeropipe.core.packed import is_joined, kind_of, stage_of
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
@@ -48,6 +48,7 @@ def simulate_candidate(
     context: PlanContext, candidate: Candidate, schedule: Schedule, counts: Sequence[int]
 ) -> Simulation:
     """Simulate one candidate."""
+    context = context.for_schedule(schedule)
     resident_costs = context.stage_costs(candidate, counts, schedule.placement, gathers=False)
     pipeline = timeline = simulate(schedule, resident_costs)
     if candidate.layout.num_shards > 1:
@@ -194,10 +195,10 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMe
 def _workspace(costs: Costs, num_stages: int, code: int) -> float:
     """The memory that an action needs while it runs, and neither before nor after."""
     kind, stage = kind_of(code), stage_of(code)
-    workspace, i_workspace, stash, activation = (
+    forward, workspace, i_workspace, stash, activation = (
         costs.column(name, num_stages)[stage] for name in (*WORKSPACES, "stash", "activation")
     )
-    return {B: workspace, I: max(0.0, i_workspace - max(0.0, stash - activation))}.get(kind, 0.0)
+    return {F: forward, B: workspace, I: max(0.0, i_workspace - max(0.0, stash - activation))}.get(kind, 0.0)
 
 
 def _levels(timeline: Timeline, rank: int) -> list[float]:

@@ -73,6 +73,8 @@ def format_run(
     }
     if candidate.layout.cp > 1:
         tables["mesh"] |= {"cp": candidate.layout.cp, "shard_cp": candidate.layout.shard_cp}
+    if layer_costs.source == "estimate" and not layer_costs.fused_head:
+        tables["engine"]["fused_head"] = False
     if candidate.layout.ep > 1:
         tables["mesh"]["ep"] = candidate.layout.ep
         if layer_costs.dispatch != "expert":

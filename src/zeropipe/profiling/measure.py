@@ -97,9 +97,10 @@ def _probe(job: ProfileJob, model: GroupedModel, setting: ProfileSetting, device
         groups = groups or describe_groups(model, stages, apart)
         steps = record_groups(job, stages, microbatch, setting, device, solo, build)
         found[name] = tuple(timeline for own in gather_objects(list(steps)) for timeline in own)
+        is_fused = getattr(stages[len(stages) - 1], "fused_head", None) is not None
         del stages, steps
         gc.collect()
-    return Probe(groups, found["split"], found["full"], setting.ac, setting.microbatch_size, setting.compile)
+    return Probe(groups, found["split"], found["full"], setting.ac, setting.microbatch_size, setting.compile, is_fused)
 
 
 def record_groups(

@@ -22,7 +22,8 @@ def compare(
     """
     timelines = []
     for schedule in schedules:
-        own = costs.stage_costs(schedule.problem, schedule.placement, per)
+        chosen = costs.for_schedule(schedule) if isinstance(costs, LayerCosts) else costs
+        own = chosen.stage_costs(schedule.problem, schedule.placement, per)
         if weight_parts and schedule.problem.num_weight_parts == 1:
             schedule = fill_gaps(schedule, own, weight_parts=weight_parts)
         timelines.append(simulate(schedule, own))

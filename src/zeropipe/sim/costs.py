@@ -119,7 +119,8 @@ class Costs:
     `blocking_ends` does so in warm-up and cool-down only, as Megatron-LM does. With `serial_links` each direction
     transfers one message at a time: it is occupied for `message`/`bandwidth`, while latencies overlap. F allocates
     `activation`; I frees all but `stash`, W frees the rest. `weights` are resident all the time. While a B or
-    an I runs, its rank needs `workspace` or `i_workspace` beside what it had before.
+    an I runs, its rank needs `workspace` or `i_workspace` beside what it had before; while an F runs, `f_workspace`
+    beside what it has after it.
 
     `shards`: weights are sharded over data-parallel ranks, and gathered as in `lower`, "keep" or "regather". Each rank
     has one link to those that share its stages: a gather occupies it for `unshard`, a reduction for `reduce`. The full
@@ -158,6 +159,7 @@ class Costs:
     serial_links: bool = _field("switch", False, "One transfer at a time in each direction of a link.")
     activation: PerStage = _field("per stage", 1.0, "Memory that a forward allocates.")
     stash: PerStage | None = _field("per stage", None, "Memory kept from I until W; activation by default.")
+    f_workspace: PerStage = _field("per stage", 0.0, "Memory in use only while a forward runs.")
     workspace: PerStage = _field("per stage", 0.0, "Memory in use only while a full backward runs.")
     i_workspace: PerStage | None = _field(
         "per stage", None, "Memory in use only while an input gradient runs; workspace by default."
@@ -324,18 +326,18 @@ class Costs:
         The search and the filling of gaps know the memory between actions only.
         """
         num_stages = len(placement.copies[0])
-        workspace, i_workspace, stash, activation = (
+        forward, workspace, i_workspace, stash, activation = (
             self.column(name, num_stages) for name in (*WORKSPACES, "stash", "activation")
         )
         own = [max(0.0, size - max(0.0, kept - freed)) for size, kept, freed in zip(i_workspace, stash, activation)]
-        largest = list(map(max, workspace, own))
+        largest = list(map(max, forward, workspace, own))
         if not any(largest):
             return self
         weights = self.column("weights", num_stages)
         for held in {placement.stages_of(rank) for table in placement.copies for rank in table}:
             stage = max(held, key=largest.__getitem__)
             weights[stage] += largest[stage]
-        return replace(self, weights=weights, workspace=0.0, i_workspace=None)
+        return replace(self, weights=weights, f_workspace=0.0, workspace=0.0, i_workspace=None)
 
     def without_sharding(self) -> Costs:
         """The same costs with unsharded stages."""
@@ -380,7 +382,7 @@ PHASE_TIMES = {"f": Kind.F, "i": Kind.I, "w": Kind.W}  # which are sums of phase
 PHASE_FIELDS = ("phases", "exchange_bandwidth", "sm_tax")
 SLICE_FIELDS = ("slice_sizes", "f_attention", "i_attention", "keys", "key_gradients")
 _ROUNDING = 1e-9  # of sums
-WORKSPACES = ("workspace", "i_workspace")  # of the action that runs: stages on one rank share it
+WORKSPACES = ("f_workspace", "workspace", "i_workspace")  # of the action that runs: stages on one rank share it
 SHARD_COLUMNS = ("unshard", "reduce", "full_weights", "gathered_weights", "full_gradients")
 OFFLOAD_COLUMNS = ("offload_time", "reload_time", "offload_size")
 SHARD_FIELDS = (*SHARD_COLUMNS, "shard_bandwidth", "units")

@@ -10,9 +10,11 @@ from typing import Any, Literal, NamedTuple
 
 from zeropipe.core.action import Kind
 from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.core.model.head import adds_in_forward
 from zeropipe.core.model.layers import layer_counts, layer_ranges, require_layer_counts
 from zeropipe.core.phases import EXCHANGES, LayerPhases, PhaseTimes
 from zeropipe.core.placement import Placement, Problem
+from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.sim.costs import SAME_LINK, Costs, Link
 from zeropipe.sim.phase_costs import exchange_times
@@ -29,10 +31,11 @@ class LayerCost:
     """The costs of one layer for one microbatch: seconds and bytes, on one GPU.
 
     `b` defaults to i + w, `overlap` to f + b. F allocates `activation` until I; `stash` remains until W (it may be
-    larger: recomputed inputs, and gradients). `workspace` is memory that an action of the layer needs only while it
-    runs. `message` are the bytes of the layer's output. `parameters` are those that this GPU computes with. `flops` are
-    those of F on this GPU without recomputation; of work that every GPU of `tp` repeats, its part. `trained` are the
-    parameters that are not frozen, by default all; `frozen_flops` the FLOPs of F with frozen weights, which have no W.
+    larger: recomputed inputs, and gradients). `workspace` is memory that a backward of the layer needs only while it
+    runs, `f_workspace` memory that F needs. `message` are the bytes of the layer's output. `parameters` are those that
+    this GPU computes with. `flops` are those of F on this GPU without recomputation; of work that every GPU of `tp`
+    repeats, its part. `trained` are the parameters that are not frozen, by default all; `frozen_flops` the FLOPs of F
+    with frozen weights, which have no W.
     Of divided experts, `experts` are the parameters that this GPU has, and `phases` the phases of the layer. Dispatch
     and combine are bytes there, and not in f and i: `with_exchanges` makes them seconds. So are `f_exchange` and
     `i_exchange`, what attention gets over `cp`. `spread` has relative errors of measured times, by name.
@@ -46,6 +49,7 @@ class LayerCost:
     activation: float = 0.0
     stash: float = 0.0
     workspace: float = 0.0
+    f_workspace: float = 0.0
     message: float = 0.0
     parameters: int = 0
     flops: float = 0.0
@@ -228,9 +232,10 @@ class LayerCosts:
     """A model's layers in order, and the costs of each kind of layer in some settings.
 
     `layers` has the kind of each decoder layer. The first stage also has the kinds `before`, the last one `after`, and
-    every stage `each` (masks, rotary embeddings). If `tied`, head and embedding are one weight, and a rank with both
-    has it once. `sending` and `receiving` are seconds that a rank spends on a message to or from another rank: it
-    computes nothing meanwhile, so they are part of its F, I and B.
+    every stage `each` (masks, rotary embeddings). `after_full` are in place of `after` where no backward of the last
+    stage's ranks is split: a fused head then computes its weight gradients in F (`for_schedule`). If `tied`, head and
+    embedding are one weight, and a rank with both has it once. `sending` and `receiving` are seconds that a rank spends
+    on a message to or from another rank: it computes nothing meanwhile, so they are part of its F, I and B.
     """
 
     model: str
@@ -239,7 +244,9 @@ class LayerCosts:
     settings: tuple[Setting, ...]
     before: tuple[str, ...] = ("embedding",)
     after: tuple[str, ...] = ("head", "loss")
+    after_full: tuple[str, ...] = ()  # empty: the same as after
     each: tuple[str, ...] = ()
+    fused_head: bool = False  # whether the loss is computed in chunks of tokens, where the model allows it
     tied: bool = False
     sequence: int = 0
     dtype: str = "bf16"
@@ -258,7 +265,8 @@ class LayerCosts:
         if not self.layers or not self.settings:
             raise ConfigError(f"the costs of {self.model} have no layers or no settings: must have one of each")
         for setting in self.settings:
-            missing = sorted({*self.layers, *self.before, *self.after, *self.each} - set(setting.kinds))
+            ends = (*self.before, *self.after, *self.after_full, *self.each)
+            missing = sorted({*self.layers, *ends} - set(setting.kinds))
             if missing:
                 raise ConfigError(f"the costs of {self.model} ({setting}) lack the layer kind {short(missing[0])}")
         if self.tied and not (self.before and self.after):
@@ -285,6 +293,11 @@ class LayerCosts:
             sum(kinds[kind].parameters for kind in part) for part in (self.before, self.layers, self.after)
         )
         return first + layers + last - (min(first, last) if self.tied else 0)
+
+    def for_schedule(self, schedule: Schedule) -> LayerCosts:
+        """The costs in `schedule`: those of a head depend on whether backwards are split."""
+        has_others = self.after_full not in ((), self.after)
+        return replace(self, after=self.after_full) if has_others and adds_in_forward(schedule) else self
 
     def state_of(self, tp: int) -> ParameterBytes:
         """Bytes per parameter with `tp`: float32 copies of weights that it shards keep all their bits."""
@@ -399,6 +412,7 @@ class LayerCosts:
             f=_sums(stages, lambda layer: layer.f, forward), i=_sums(stages, lambda layer: layer.i, backward),
             w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.full_backward, backward),
             activation=_sums(stages, lambda layer: layer.activation), stash=_sums(stages, lambda layer: layer.stash),
+            f_workspace=list(map(_forward_workspace, stages)),
             workspace=[_workspace(stage, is_split=False) for stage in stages],
             i_workspace=[_workspace(stage, is_split=True) for stage in stages],
             message=self.message_bytes(chosen), weights=weights,
@@ -506,6 +520,15 @@ def _workspace(layers: Sequence[LayerCost], is_split: bool) -> float:
     for layer in reversed(layers):
         largest = max(largest, level + layer.workspace)
         level += (layer.stash if is_split else 0.0) - layer.activation
+    return largest
+
+
+def _forward_workspace(layers: Sequence[LayerCost]) -> float:
+    """The memory that F of a stage needs beside what it keeps: not all of that is there before the last layer."""
+    largest = later = 0.0
+    for layer in reversed(layers):
+        largest = max(largest, layer.f_workspace - later)
+        later += layer.activation
     return largest
 
 

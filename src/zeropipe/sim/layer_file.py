@@ -51,7 +51,7 @@ def to_layer_data(costs: LayerCosts) -> dict[str, Any]:
             for name in ("b", "overlap", "trained", "spread"):
                 if kind[name] is None or kind[name] == {}:
                     del kind[name]
-            for name in ("experts", "f_exchange", "i_exchange"):
+            for name in ("experts", "f_exchange", "i_exchange", "f_workspace"):
                 if not kind[name]:
                     del kind[name]
             if kind["phases"] is None:
@@ -67,6 +67,10 @@ def to_layer_data(costs: LayerCosts) -> dict[str, Any]:
             del data[name]
     if costs.dispatch == "expert":
         del data["dispatch"]
+    if not costs.after_full:
+        del data["after_full"]
+    if not costs.fused_head:
+        del data["fused_head"]
     return data
 
 
@@ -89,7 +93,7 @@ def from_layer_data(data: Any, where: str = "costs") -> LayerCosts:
         raise ConfigError(f'{where}: source={short(values["source"])}: must be "estimate" or "profile"')
     if values.get("dispatch", "expert") not in DISPATCHES:
         raise ConfigError(f'{where}: dispatch={short(values["dispatch"])}: must be "expert" or "process"')
-    for name in ("layers", "before", "after", "each"):
+    for name in ("layers", "before", "after", "after_full", "each"):
         if name in values:
             kinds = values[name]
             if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from zeropipe.core.action import Kind
 from zeropipe.core.explain import find_reasons
-from zeropipe.core.model.operators import ENDS
+from zeropipe.core.model.operators import ENDS, FULL_HEAD, HEAD
 from zeropipe.core.model.probe import LayerGroup, Ping, Probe, Profile
 from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.timeline import Timeline
@@ -29,11 +29,21 @@ _TRIM = 0.1  # fraction of the measurements at either end that is ignored: other
 
 
 class GroupCosts(NamedTuple):
-    """The measured costs of a group: times and sizes by name, relative errors of the times, and workspace."""
+    """The measured costs of a group: times and sizes by name, relative errors of the times, and workspaces."""
 
     values: Mapping[str, float]
     spread: Mapping[str, float]
     workspace: float
+    f_workspace: float
+
+
+class MemoryChanges(NamedTuple):
+    """The memory that a group takes in one step."""
+
+    activation: float
+    stash: float
+    workspace: float
+    f_workspace: float
 
 
 def costs_from_profile(profile: Profile) -> LayerCosts:
@@ -45,10 +55,10 @@ def costs_from_profile(profile: Profile) -> LayerCosts:
     link, inter_node = (_reduce_latency(one, sending + receiving) for one in (link, inter_node))
     size = profile.bytes_per_number
     return LayerCosts(
-        profile.model, "profile", profile.layers, tuple(map(_fit_setting, profile.probes)), after=("head",),
-        each=(STAGE,), tied=profile.tied, sequence=profile.sequence, dtype=profile.dtype, link=link,
-        sample=profile.sample,
-        inter_node=inter_node, sending=sending, receiving=receiving,
+        profile.model, "profile", profile.layers, tuple(map(_fit_setting, profile.probes)), after=(HEAD,),
+        after_full=(FULL_HEAD,) if first.fused_head else (), fused_head=first.fused_head, each=(STAGE,),
+        tied=profile.tied, sequence=profile.sequence, dtype=profile.dtype, sample=profile.sample,
+        link=link, inter_node=inter_node, sending=sending, receiving=receiving,
         state=BF16_STATE if size == 2 else ParameterBytes(size, size, 2 * size, size),
         machine=profile.machine, versions=profile.versions,
     )  # fmt: skip
@@ -63,6 +73,11 @@ def _fit_setting(probe: Probe) -> Setting:
         for name in (*TIME_FIELDS, *MEMORY_FIELDS)
     }
     kinds = {group.kinds[0]: _layer_cost(group, costs, shared) for group, costs in groups if len(group.kinds) == 1}
+    if probe.fused_head:  # F adds weight gradients, unless W does
+        last = probe.groups[-1]
+        end = replace(last, kinds=(*last.kinds[:-1], FULL_HEAD)), _measure_full(probe, len(groups) - 1)
+        groups.append(end)
+        kinds |= {FULL_HEAD: _layer_cost(*end, shared)} if len(last.kinds) == 1 else {}
     for group, costs in groups:  # an end of the model that was measured together with a layer
         unknown = [kind for kind in group.kinds if kind not in kinds]
         if unknown:
@@ -77,8 +92,8 @@ def _fit_setting(probe: Probe) -> Setting:
 def _layer_cost(group: LayerGroup, costs: GroupCosts, shared: Mapping[str, float]) -> LayerCost:
     values: dict[str, Any] = {name: max(0.0, value - shared[name]) for name, value in costs.values.items()}
     return LayerCost(
-        **values, workspace=costs.workspace, message=group.message, parameters=group.parameters, flops=group.flops,
-        spread=costs.spread,
+        **values, workspace=costs.workspace, f_workspace=costs.f_workspace, message=group.message,
+        parameters=group.parameters, flops=group.flops, spread=costs.spread,
     )  # fmt: skip
 
 
@@ -113,14 +128,29 @@ def _measure_group(probe: Probe, stage: int) -> GroupCosts:
     # an F before a split backward is slower than one before a B: subtract the difference from B
     full_f = trimmed_mean(full["f"])
     overhead = min(max(0.0, trimmed_mean(times["f"]) - full_f), _MAX_SPLIT_OVERHEAD * full_f)
+    is_fused = probe.fused_head and stage == len(probe.groups) - 1
+    if is_fused:  # F does less than one before a B, and B so much more
+        overhead = trimmed_mean(times["f"]) - full_f
     times["b"] = [max(0.0, time - overhead) for time in full["b"]]
     values = {name: trimmed_mean(times[name]) for name in TIME_FIELDS}
     spread = {name: _relative_spread(times[name], values[name]) for name in TIME_FIELDS}
     memory = [_memory_changes(timeline, stage) for timeline in probe.split]
-    values["activation"] = fmean(activation for activation, _, _ in memory)
-    values["stash"] = fmean(stash for _, stash, _ in memory)
-    workspaces = [_memory_changes(timeline, stage)[2] for timeline in (*probe.split, *probe.full)]
-    return GroupCosts(values, spread, max(workspaces))
+    values["activation"] = fmean(one.activation for one in memory)
+    values["stash"] = fmean(one.stash for one in memory)
+    every = memory if is_fused else [*memory, *(_memory_changes(timeline, stage) for timeline in probe.full)]
+    return GroupCosts(values, spread, max(one.workspace for one in every), max(one.f_workspace for one in every))
+
+
+def _measure_full(probe: Probe, stage: int) -> GroupCosts:
+    """The costs of a group in steps with full backwards only."""
+    full = _durations(probe.full, stage)
+    memory = [_memory_changes(timeline, stage) for timeline in probe.full]
+    times = {"f": full["f"], "i": full["b"], "w": [0.0], "b": full["b"]}
+    values = {name: trimmed_mean(own) for name, own in times.items()}
+    spread = {name: _relative_spread(own, values[name]) for name, own in times.items()}
+    values |= {"overlap": values["f"] + values["b"], "stash": 0.0}
+    values["activation"] = fmean(one.activation for one in memory)
+    return GroupCosts(values, spread, max(one.workspace for one in memory), max(one.f_workspace for one in memory))
 
 
 def _durations(timelines: Iterable[Timeline], stage: int) -> dict[str, list[float]]:
@@ -134,24 +164,27 @@ def _durations(timelines: Iterable[Timeline], stage: int) -> dict[str, list[floa
     return times
 
 
-def _memory_changes(timeline: Timeline, stage: int) -> tuple[float, float, float]:
-    """The activation, stash and workspace of a stage."""
+def _memory_changes(timeline: Timeline, stage: int) -> MemoryChanges:
+    """What a stage takes and needs."""
     if timeline.memory is None:
-        return 0.0, 0.0, 0.0
+        return MemoryChanges(0.0, 0.0, 0.0, 0.0)
     during, after = (memoryview(column).cast("d") for column in timeline.memory)
-    allocated, freed, workspace, at = [], [], 0.0, 0
+    allocated, freed, at = [], [], 0
+    workspace = forward = 0.0
     for step in timeline.steps(0):
         kind = step[0].action.kind
         before = after[at - 1] if at else after[len(after) - 1]  # a step ends with the level that it started with
         if len(step) == 1 and step[0].action.stage == stage:
             if kind is Kind.F:
                 allocated.append(after[at] - before)
-            elif kind is Kind.I:
-                freed.append(after[at] - before)
-            workspace = max(workspace, during[at] - (after[at] if kind is Kind.F else before))
+                forward = max(forward, during[at] - after[at])
+            else:
+                freed += [after[at] - before] if kind is Kind.I else []
+                workspace = max(workspace, during[at] - before)
         at += len(step)
     activation = max(0.0, fmean(allocated))
-    return activation, max(0.0, activation + fmean(freed)) if freed else activation, workspace
+    stash = max(0.0, activation + fmean(freed)) if freed else activation
+    return MemoryChanges(activation, stash, workspace, forward)
 
 
 def _gaps(timelines: Iterable[Timeline]) -> list[float]:

@@ -44,7 +44,7 @@ def refit(
         raise ConfigError(f"ac={ac} combines two settings, which one run cannot correct; record a run with ac none")
     fitted = [fit(step) for step in steps]
     present = {span.action.kind for rank in range(measured.num_ranks) for span in measured.spans(rank)}
-    stages = [[kind for kind, _ in stage] for stage in costs.stage_kinds(counts)]
+    stages = [[kind for kind, _ in stage] for stage in costs.for_schedule(measured.schedule).stage_kinds(counts)]
     factors = {}
     for name, kind in _KINDS.items():
         if kind in present:

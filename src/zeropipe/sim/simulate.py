@@ -269,7 +269,9 @@ def simulate_kernel(
             for half in range(at, last + 1):
                 row = _row_of(codes[half], costs)
                 kind = kind_of(codes[half])
-                if kind == B:
+                if kind == F:
+                    needed_memory += costs.f_workspace[row]
+                elif kind == B:
                     needed_memory += costs.workspace[row]
                 elif kind == I:
                     needed_memory += costs.i_workspace[row]

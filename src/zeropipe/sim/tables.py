@@ -38,6 +38,7 @@ class CostTables(NamedTuple):
     released: Floats  # that a B or I frees
     key_gradients: Floats  # that a B or I allocates: that of the last slice
     stash: Floats
+    f_workspace: Floats
     workspace: Floats  # of a B
     i_workspace: Floats
     num_stages: int
@@ -70,7 +71,7 @@ def build_cost_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> CostTable
     num_stages, num_weight_parts = schedule.num_stages, schedule.problem.num_weight_parts
     sliced = SliceCosts.of(schedule, costs)
     f, b, i, w, overlap = sliced.times()
-    stash, workspace, i_workspace = (sliced.rows(name) for name in ("stash", *WORKSPACES))
+    stash, f_workspace, workspace, i_workspace = (sliced.rows(name) for name in ("stash", *WORKSPACES))
     activation, released, key_gradients = sliced.memory()
     costs.require_ranks(schedule.num_ranks)
     numbers, edges = number_edges(schedule.placement)
@@ -86,7 +87,8 @@ def build_cost_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> CostTable
         num_edges=len(edges), num_messages=len(numbers), serial_links=costs.serial_links,
         activation=xp.list_floats(activation), released=xp.list_floats(released),
         key_gradients=xp.list_floats(key_gradients), stash=xp.list_floats(stash),
-        workspace=xp.list_floats(workspace), i_workspace=xp.list_floats(i_workspace), num_stages=num_stages,
+        f_workspace=xp.list_floats(f_workspace), workspace=xp.list_floats(workspace),
+        i_workspace=xp.list_floats(i_workspace), num_stages=num_stages,
         num_slices=schedule.num_slices, num_weight_parts=num_weight_parts, second_from=schedule.second_slice_from,
     )  # fmt: skip
 

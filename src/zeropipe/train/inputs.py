@@ -200,6 +200,7 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
             microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile,
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
             dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config), cp=config.mesh.cp,
+            fused_head=config.engine.fused_head,
         )  # fmt: skip
     costs = load_costs(source)
     if not isinstance(costs, LayerCosts):

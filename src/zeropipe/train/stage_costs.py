@@ -9,6 +9,7 @@ from math import inf
 from zeropipe.core.files import has_suffix
 from zeropipe.core.model.layers import layer_counts, require_layer_counts
 from zeropipe.core.placement import Placement, Problem
+from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Origin
 from zeropipe.errors import ConfigError
 from zeropipe.planning.context import RESERVE, PlanContext
@@ -37,8 +38,11 @@ class RunCosts:
     def model(self) -> str:
         return self.config.model.path
 
-    def of(self, problem: Problem, placement: Placement, layers: Sequence[int] | None = None) -> Costs:
-        """The costs of each stage.
+    def of(
+        self, problem: Problem, placement: Placement, layers: Sequence[int] | None = None,
+        schedule: Schedule | None = None,
+    ) -> Costs:  # fmt: skip
+        """The costs of each stage, of `schedule` if it is known.
 
         `layers` defaults to `schedule.layers`, where that is for as many stages, else layers are spread evenly.
         """
@@ -53,6 +57,7 @@ class RunCosts:
             counts = layer_counts(costs.num_layers, problem.num_stages, table.first_less, table.last_less)
         limit = memory_limit(costs)
         costs = replace(costs, state=state_bytes(self.config))
+        costs = costs if schedule is None else costs.for_schedule(schedule)
         context = PlanContext.create(costs, table.gpus_per_node, inf if limit is None else limit)
         return context.stage_costs(make_candidate(self.config, problem), counts, placement)
 
@@ -79,6 +84,8 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     data, engine = config.data, config.engine
     if config.mesh.ep > 1 and costs.dispatch != config.mesh.dispatch:
         return f"no prediction: the run has mesh.dispatch={config.mesh.dispatch!r}, the costs {costs.dispatch!r}"
+    if reason := _explain_head(config, costs):
+        return f"no prediction: {reason}"
     origin = Origin(
         (), engine.ac, data.microbatch, data.sequence, config.model.dtype, config.mesh.tp, engine.compile,
         config.lora is not None, config.mesh.sequence_parallel,
@@ -94,6 +101,17 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     if table is not None and not reason and table.rank != costs.lora_rank:
         reason = f"the run has lora.rank {table.rank}, the costs are for rank {costs.lora_rank}"
     return f"no prediction: {reason}" if reason else ""
+
+
+def _explain_head(config: RunConfig, costs: LayerCosts) -> str:
+    """Why the head of the costs is not that of the run. A profile without a fused head is of a model that has none."""
+    if config.engine.fused_head == costs.fused_head or (config.engine.fused_head and costs.source == "profile"):
+        return ""
+    one, other = ("in chunks", "whole") if config.engine.fused_head else ("whole", "in chunks")
+    return (
+        f"the run has engine.fused_head={str(config.engine.fused_head).lower()}, which makes logits {one}, the costs "
+        f"are for logits {other}; create them again, or change the run"
+    )
 
 
 def _only_sizes(costs: LayerCosts, config: RunConfig) -> LayerCosts:

@@ -24,6 +24,7 @@ const GROUPS = [
   ["Memory", "per microbatch; weights once", [
     ["activation", "Activations of a forward", {}],
     ["stash", "Kept from I until W", { hint: "all of it" }],
+    ["f_workspace", "While a forward runs", {}],
     ["workspace", "While a full backward runs", {}],
     ["i_workspace", "While an input gradient runs", { hint: "the same" }],
     ["weights", "Weights, gradients, optimizer", {}],

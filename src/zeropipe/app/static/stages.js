@@ -4,7 +4,7 @@ import { numberText } from "/viewer/units.js";
 import { closeButton, closeOnOutsideClick, h, showMessage } from "./dom.js";
 import { COSTS, PER_STAGE, parseValue } from "./state.js";
 
-const NAMES = { f: "F", i: "I", w: "W", b: "B", overlap: "overlap", message: "message", activation: "activation", stash: "stash", workspace: "workspace", i_workspace: "I workspace", weights: "weights" };
+const NAMES = { f: "F", i: "I", w: "W", b: "B", overlap: "overlap", message: "message", activation: "activation", stash: "stash", f_workspace: "F workspace", workspace: "workspace", i_workspace: "I workspace", weights: "weights" };
 const HINTS = { b: "I + W", overlap: "F + B", stash: "all" };
 const MAX_STAGES_PER_RANK = 8;
 
@@ -47,7 +47,7 @@ export class StagesDialog {
 
   /** Whether a column's single number is divided among the stages, rather than the number of each stage. */
   isDivided(name = "f") {
-    return !["message", "workspace", "i_workspace"].includes(name) && this.state.per !== "stage";
+    return !["message", "f_workspace", "workspace", "i_workspace"].includes(name) && this.state.per !== "stage";
   }
 
   list(name) {

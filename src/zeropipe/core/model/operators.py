@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 ENDS = ("embedding", "head")  # the parts of a model besides its decoder layers
+HEAD, FULL_HEAD, LOSS = "head", "head-full", "loss"  # the second of stages with full backwards
 ADDED = 3  # times the bytes of experts' weights: W reads the product, and reads and writes the gradient
 
 
@@ -39,6 +40,7 @@ class Op:
     gradient: float = 0.0
     summed: float = 0.0
     exchanged: float = 0.0
+    workspace: tuple[float, float] = (0.0, 0.0)  # that F needs only while it runs
     kernels: tuple[int, int] = (0, 0)  # that F launches, if they are counted
     routed: bool = False
     divided: int = 0  # parameters of experts, which ep divides
@@ -60,3 +62,4 @@ class Counted:
     message: float  # bytes from layer to layer
     logits: int  # per token, on one GPU
     tied: int  # parameters that embedding and head share
+    fused_head: tuple[Op, ...] | None = None  # the head up to its products; None: its logits stay whole

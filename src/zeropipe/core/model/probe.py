@@ -35,6 +35,7 @@ class Probe:
     ac: str = "none"
     microbatch_size: int = 1
     compile: bool = False
+    fused_head: bool = False  # whether the head computed its losses in chunks
 
 
 @dataclass(frozen=True)

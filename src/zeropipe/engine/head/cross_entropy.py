@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropipe.core.model.head import MIN_ROWS, chunk_rows
 from zeropipe.engine.backward.products import Product
 from zeropipe.engine.backward.store import store_or_run
 from zeropipe.engine.head.logits import LogitsRule
@@ -28,7 +29,6 @@ from zeropipe.engine.torch_private.tensors import require_on_device
 from zeropipe.errors import EngineError
 
 CPU_CHUNK_NUMBERS = 2**22  # in a chunk of logits: about what the caches of a CPU hold
-MIN_ROWS = 16  # of a chunk
 FACTOR_TOLERANCE = 1e-4  # between the factor that F knew and that of backward
 
 
@@ -88,6 +88,7 @@ def _forward(
         if gradients.any:
             call.passes.write_gradient(products, column[rows], found.logsumexp, factor[rows], call.rule)
             gradients.add(rows, products, weights)
+        del products  # else it is there beside the next chunk
     gradients.save(factor)
     if entropies is not None:
         ctx.mark_non_differentiable(entropies)
@@ -104,9 +105,8 @@ def _local_column(labels: Tensor, columns: int, group: TPGroup | None) -> Tensor
 
 def chunks(rows: int, columns: int, numbers: int) -> Iterator[slice]:
     """Consecutive rows, in chunks of at most `numbers` logits, of equal size but the last one."""
-    most = max(numbers // max(columns, 1), MIN_ROWS)
-    size = -(-rows // max(-(-rows // most), 1))
-    for start in range(0, rows, max(size, 1)):
+    size = chunk_rows(rows, columns, numbers, MIN_ROWS)
+    for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))
 
 

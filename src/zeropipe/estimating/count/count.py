@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.core.model.operators import ENDS, Counted, Op
+from zeropipe.engine.head.fused import find_rule
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.verify import format_error
 from zeropipe.errors import ConfigError
@@ -55,6 +56,7 @@ class Counter:
         found: dict[str, tuple[Op, ...]] = {}
         hidden: tuple[Tensor, ...] = ()
         logits, tied = tokens, 0
+        fused: tuple[Op, ...] | None = None
         for index, group in enumerate(self._model.cuts):
             kind = "head" if index == len(self._model.cuts) - 1 else group.kinds[0]
             if len(group.kinds) > 1 and kind not in ENDS:
@@ -68,10 +70,30 @@ class Counter:
                 _require_positions(log, stage, sequence)
             if kind == "head":
                 logits = outputs[0]
+                fused = self._count_products(group, hidden, tokens, tp, sequence_parallel)
             else:
                 hidden = outputs
         message = float(sum(tensor.nbytes for tensor in hidden))
-        return Counted(self._model.layers, found, message, logits.shape[-1], tied)
+        return Counted(self._model.layers, found, message, logits.shape[-1], tied, fused)
+
+    def _count_products(
+        self, group: GroupCut, hidden: tuple[Tensor, ...], tokens: Tensor, tp: int, sequence_parallel: bool
+    ) -> tuple[Op, ...] | None:
+        """The operators of a head up to its products, if the engine computes its losses in chunks."""
+        stage, log = self._create_stage(group), OperatorLog()
+        if isinstance(find_rule(stage), str):
+            return None
+        products: list[Tensor] = []
+
+        def stop(head: nn.Module, args: Any, output: Tensor) -> None:
+            products.extend((output, args[0]))  # which are kept or not, as `estimating/head.py` says
+            log.is_on = False
+
+        with shard_alone(stage, tp, sequence_parallel, log) as sharded:
+            hook = stage.lm.get_output_embeddings().register_forward_hook(stop)
+            inputs, _ = _run(stage, True, hidden, tokens, log)
+            hook.remove()
+        return list_operators(LayerRun(stage, "head", log, inputs, products, sharded, tp, tokens.numel()))
 
     def _create_stage(self, group: GroupCut) -> HFStage:
         """A group as a stage; layers of other groups are not copied."""

@@ -170,8 +170,7 @@ class EngineTable(Table):
     )
     fused_head: Flag = Field(
         default=True,
-        description="Compute the loss in chunks of tokens, so that logits are never whole in memory. "
-        "Estimates count whole logits: the last stage needs less than they say.",
+        description="Compute the loss in chunks of tokens, so that logits are never whole in memory.",
     )
     shards: Literal["keep", "regather"] = Field(
         default="keep", description="Gather sharded weights once per step, or again for every microbatch."

@@ -61,7 +61,7 @@ def predict_steps(config: RunConfig, steps: Sequence[RecordedStep], layers: Sequ
     if config.schedule.costs is None or layers is None:
         return predict_from_first(steps)
     try:
-        costs = RunCosts(config, "").of(schedule.problem, schedule.placement, layers)
+        costs = RunCosts(config, "").of(schedule.problem, schedule.placement, layers, schedule)
     except ConfigError:  # costs of another sequence length, for example: the dry run reports it
         return predict_from_first(steps)
     return predict_from_costs(costs, f"simulated with schedule.costs, {config.schedule.costs}", steps)
