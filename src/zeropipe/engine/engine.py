@@ -55,6 +55,7 @@ from zeropipe.engine.step.losses import (
     require_counted,
     takes_parts,
 )
+from zeropipe.engine.step.offload import Offloader
 from zeropipe.engine.step.recorder import gather_timeline
 from zeropipe.engine.step.sums import GradientSums
 from zeropipe.errors import ConfigError, EngineError
@@ -157,7 +158,7 @@ class Engine:
         self._parameter_ids = frozenset(id(parameter) for parameter in self._sums.all)
         context = ExecutorContext(
             schedule, self.rank, self._infos, self._senders, self._channels, self._shapes, self._device, self._splitter,
-            self._shards, self._sums.all, self.options, self._helper,
+            self._shards, self._sums.all, self.options, self._helper, Offloader(self._device),
         )  # fmt: skip
         self._executors = ExecutorCache(context)
         comm.exchange(None)  # no rank begins a step, or fails in one, while others connect

@@ -73,7 +73,8 @@ def _find_unmatched_tie(tied: Sequence[Iterable[Tie]]) -> str | None:
 def _list_facts(schedule: Schedule, options: Options, device: torch.device) -> dict[str, object]:
     """The facts that must be the same on every rank."""
     packed = schedule.packed
-    digest = hashlib.sha256(packed.codes + repr((packed.offsets, schedule.placement)).encode()).hexdigest()
+    offloading = b"" if schedule.offloading is None else schedule.offloading.codes
+    digest = hashlib.sha256(packed.codes + offloading + repr((packed.offsets, schedule.placement)).encode()).hexdigest()
     return {"schedule": digest, "torch": torch.__version__, "device": device.type} | asdict(options)
 
 

@@ -45,7 +45,7 @@ def fit(timeline: Timeline) -> Costs:
     return Costs(
         f=f, i=i, w=w, b=b, overlap=_fit_overlap(steps, f, b, overhead), p2p=find_reasons(timeline).message,
         activation=activation, stash=stash, weights=weights, memory_limit=timeline.memory_limit,
-        unit=timeline.unit, memory_unit=timeline.memory_unit, **sharding,
+        unit=timeline.unit, memory_unit=timeline.memory_unit, **sharding, **_fit_offloading(timeline),
     )  # fmt: skip
 
 
@@ -108,6 +108,26 @@ def _fit_overlap(steps: list[tuple[Span, ...]], f: list[float], b: list[float], 
             savings[forward].append(saved)
             savings[backward].append(saved)
     return [max(0.0, f[s] + b[s] - _mean(savings[s])) for s in range(len(f))]
+
+
+def _fit_offloading(timeline: Timeline) -> dict[str, Any]:
+    """The fields of Costs for copies to the host and back: means per stage."""
+    if timeline.offloading is None:
+        return {}
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    sizes: dict[int, list[float]] = defaultdict(list)
+    for rank in range(timeline.num_ranks):
+        begin, stop = timeline.offloading.packed.offsets[rank : rank + 2]
+        own_sizes = memoryview(timeline.offloading.size).cast("d")[begin:stop]
+        for (action, start, end), size in zip(timeline.offloading.events(rank), own_sizes, strict=True):
+            times[action.kind, action.stage].append(end - start)
+            sizes[action.stage].append(size)
+    stages = range(timeline.schedule.num_stages)
+    return {
+        "offload_time": [_mean(times[Kind.OFFLOAD, stage]) for stage in stages],
+        "reload_time": [_mean(times[Kind.RELOAD, stage]) for stage in stages],
+        "offload_size": [_mean(sizes[stage]) for stage in stages],
+    }
 
 
 def _fit_sharding(

@@ -12,6 +12,7 @@ from bisect import bisect_right, insort
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from zeropipe.core.action import BACKWARD, Action, Kind, Step, actions_of
@@ -65,15 +66,14 @@ def with_offload(
     else:
         counts = [rank.count_of_share(float(offload)) for rank in ranks]
     placed = _place(plain, ranks, counts)
-    again = schedule.rebuild
-    if again is None:
+    if schedule.rebuild is None:
         return placed
+    return replace(placed, rebuild=partial(_rebuild, schedule.rebuild, costs, offload))
 
-    def rebuild(num_microbatches: int) -> Schedule:
-        assert again is not None
-        return with_offload(again(num_microbatches), costs, offload)
 
-    return replace(placed, rebuild=rebuild)
+def _rebuild(again: Callable[[int], Schedule], costs: Costs, offload: str | float, num_microbatches: int) -> Schedule:
+    """The same for another number of microbatches."""
+    return with_offload(again(num_microbatches), costs, offload)
 
 
 def parse_offload(value: object) -> str | float:

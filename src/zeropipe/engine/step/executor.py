@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.core.action import COMPUTE, SHARDING, Action, Kind, Overlap, Step, actions_of
+from zeropipe.core.action import COMPUTE, OFFLOADING, SHARDING, Action, Kind, Overlap, Step, actions_of
 from zeropipe.core.collectives import Collective, collectives, gathers_for_backward
 from zeropipe.core.schedule import Program, Schedule
 from zeropipe.engine.backward.gradients import FirstGradients
@@ -27,6 +27,7 @@ from zeropipe.engine.stages.contract import Microbatch, StageInfo
 from zeropipe.engine.step.cell_runner import Call, Cell, CellRunner, FindTargets, Finish, OnInput
 from zeropipe.engine.step.dynamic import IdleTime, find_movable
 from zeropipe.engine.step.in_place import StageBuffers
+from zeropipe.engine.step.offload import Copy, Offloader
 from zeropipe.engine.step.overlaps import take_turns
 from zeropipe.engine.step.streams import Streams
 from zeropipe.engine.step.watchers import Watcher
@@ -49,6 +50,7 @@ class ExecutorContext:
     parameters: list[nn.Parameter]
     options: Options
     helper: HelperThread  # for one of two computations that take turns
+    offloader: Offloader
 
 
 class CollectiveOrder:
@@ -100,6 +102,7 @@ class Executor:
         self._regather = any(sharded.regather for sharded in self._shards.values())
         self._order = CollectiveOrder(collectives(row, units, self._regather))
         self.cells = _create_cells(row, stages)
+        self._offloaded = {(a.stage, a.microbatch) for a in actions_of(row) if a.kind is Kind.OFFLOAD}
         self._receivers, self._indices = self._create_receivers(row)
         self._streams = Streams(row, self.cells, stages, context.device, two=context.options.overlap == "streams")
         self._first_gradients = {
@@ -115,6 +118,8 @@ class Executor:
         for index, step in enumerate(row):
             if isinstance(step, Action) and step.kind in SHARDING:
                 self._add_sharding(step, row, index)
+            elif isinstance(step, Action) and step.kind in OFFLOADING:
+                self._add_copy(step)
             else:
                 self._add(step, reduces=index in reducing)
         self._labels.append("the last sends of the step")
@@ -135,6 +140,7 @@ class Executor:
         """
         self._runner.begin(microbatches, kinds, finish, on_input, find_targets)
         self._order.begin()
+        self._context.offloader.clear()
         self.turn_times.begin_step()
         self._current = 0
         for cell in self.cells.values():
@@ -219,6 +225,18 @@ class Executor:
             call = watcher.wrap_sharding(call, action)
         self._append(call, action)
 
+    def _add_copy(self, action: Action) -> None:
+        """An OFFLOAD or RELOAD."""
+        cell, offloader = self.cells[action.stage, action.microbatch], self._context.offloader
+        run = offloader.offload if action.kind is Kind.OFFLOAD else offloader.reload
+
+        def wrap(copy: Copy, stream: Any) -> Copy:
+            for watcher in self._watchers:
+                copy = watcher.wrap_copy(copy, action, stream)
+            return copy
+
+        self._append(partial(run, cell, wrap), action)
+
     def _reduce(self, stage: int) -> None:
         """Reduce the units that the B or W before has not reduced."""
         reduction = self._reductions.pop(stage, None) or UnitReducer(self._shards[stage], ())
@@ -290,11 +308,11 @@ class Executor:
     def _compute(self, action: Action) -> Call:
         cell = self.cells[action.stage, action.microbatch]
         if action.kind is Kind.F:
-            return self._with_weights(partial(self._runner.forward, cell), action)
+            return self._with_offload(self._with_weights(partial(self._runner.forward, cell), action), action)
         if action.kind in (Kind.B, Kind.I):
             run = self._splitter.backward if action.kind is Kind.B else self._splitter.backward_input
             backward = partial(self._run_backward, partial(self._runner.backward, cell, run), action)
-            return self._with_weights(backward, action)
+            return self._with_offload(self._with_weights(backward, action), action)
         part = self._next_part[cell.stage, cell.microbatch]
         self._next_part[cell.stage, cell.microbatch] += 1
         weights = partial(self._splitter.backward_weight, cell.stage, cell.microbatch, part, self._num_parts)
@@ -306,6 +324,22 @@ class Executor:
         self._first_gradients[action.stage].copy_shared()
         if action.kind is Kind.I:
             self._splitter.copy_shared(action.stage, action.microbatch)
+
+    def _with_offload(self, call: Call, action: Action) -> Call:
+        """An F whose activations will be offloaded, or a backward that waits until they are back."""
+        if (action.stage, action.microbatch) not in self._offloaded:
+            return call
+        cell, offloader = self.cells[action.stage, action.microbatch], self._context.offloader
+
+        def forward() -> None:
+            with offloader.collect(cell):
+                call()
+
+        def backward() -> None:
+            offloader.wait(cell)
+            call()
+
+        return forward if action.kind is Kind.F else backward
 
     def _with_weights(self, call: Call, action: Action) -> Call:
         """An F, B or I, which uses the unsharded weights of its stage."""

@@ -23,6 +23,8 @@ from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.mesh.sharded_stage import ShardedStage
 from zeropipe.engine.step.cell_runner import Call, Cell
 from zeropipe.engine.step.clock import Clock
+from zeropipe.engine.step.copy_recorder import CopyColumns, CopyRecorder, build_offloading
+from zeropipe.engine.step.offload import Copy
 from zeropipe.engine.step.shard_recorder import ShardColumns, ShardRecorder, build_sharding, pack_events, start_times
 from zeropipe.engine.step.watchers import Watcher
 from zeropipe.engine.torch_private import autograd as torch_autograd
@@ -48,6 +50,7 @@ class Recorder(Watcher):
         self, device: torch.device, parameters: Sequence[Tensor], splitter: Splitter, shards: Mapping[int, ShardedStage]
     ) -> None:
         self._device, self._splitter, self.shards = device, splitter, ShardRecorder(device, shards)
+        self._copies = CopyRecorder()
         self._parameters = parameters
         # start, end, actions, memory during, memory after
         self._marks: list[tuple[Any, Any, Sequence[Action], Any, int]] = []
@@ -60,6 +63,7 @@ class Recorder(Watcher):
     def begin(self) -> None:
         """Start recording a step; the previous one is deleted."""
         self.shards.begin()
+        self._copies.events.clear()
         self._marks.clear()
         self._saved_bytes.clear()
         self._pending_bytes.clear()
@@ -77,6 +81,17 @@ class Recorder(Watcher):
 
     def wrap_sharding(self, call: Call, action: Action) -> Call:
         return self.shards.wrap(call, action)
+
+    def wrap_copy(self, copy: Copy, action: Action, stream: torch.cuda.Stream | None) -> Copy:
+        key, sign = (action.stage, action.microbatch), -1 if action.kind is Kind.OFFLOAD else 1
+
+        def counted() -> int:
+            size = copy()
+            if key in self._saved_bytes:  # on the CPU
+                self._saved_bytes[key] += sign * size
+            return size
+
+        return self._copies.wrap(counted, action, stream)
 
     def wrap(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
         return self._on_cuda(call, actions) if self._device.type == "cuda" else self._on_cpu(call, actions, cells)
@@ -148,6 +163,10 @@ class Recorder(Watcher):
         """The gathers and reductions, on rank 0's clock."""
         return pack_events(self.shards, lambda mark: clock.to_rank_0(self._seconds(mark)))
 
+    def copy_columns(self, clock: Clock) -> CopyColumns:
+        """The copies to the host and back, on rank 0's clock."""
+        return self._copies.columns(lambda mark: clock.to_rank_0(self._seconds(mark)))
+
     def _seconds(self, mark: Any) -> float:
         if isinstance(mark, float):
             return mark
@@ -158,12 +177,12 @@ class Recorder(Watcher):
 def gather_timeline(recorder: Recorder, schedule: Schedule, comm: Communicator, clock: Clock) -> Timeline:
     """The Timeline of all ranks on rank 0's clock; every rank calls this and gets it."""
     columns = [array(kind, column).tobytes() for kind, column in zip(COLUMN_TYPES, zip(*recorder.rows(clock)))]
-    everyone = comm.exchange((columns, recorder.shard_columns(clock)))
+    everyone = comm.exchange((columns, recorder.shard_columns(clock), recorder.copy_columns(clock)))
     pipeline = [everyone[rank] for rank in comm.layout.pipeline]
-    rows = [[RecordedAction(*values) for values in zip(*map(_to_array, COLUMN_TYPES, row))] for row, _ in pipeline]
+    rows = [[RecordedAction(*values) for values in zip(*map(_to_array, COLUMN_TYPES, row))] for row, _, _ in pipeline]
     schedule, rows = _fit_schedule(schedule, rows)
     actions = [action for row in rows for action in row]
-    sharded = [columns for _, columns in pipeline]
+    sharded = [columns for _, columns, _ in pipeline]
     zero = min([*(action.start for action in actions), *start_times(sharded)])
     return Timeline(
         schedule,
@@ -174,6 +193,7 @@ def gather_timeline(recorder: Recorder, schedule: Schedule, comm: Communicator, 
         memory_unit="B",
         measured=True,
         sharding=build_sharding(sharded, zero),
+        offloading=build_offloading([copies for _, _, copies in pipeline], zero),
     )
 
 
@@ -208,7 +228,7 @@ def _fit_schedule(
     padded = [_pad_parts(row, num_parts, largest) for row in rows]
     problem = replace(schedule.problem, num_weight_parts=largest)
     packed = PackedRows.of([action.code for action in row] for row in padded)
-    return replace(schedule, problem=problem, packed=packed), padded
+    return replace(schedule, problem=problem, packed=packed, offloading=None), padded
 
 
 def _join_parts(row: Sequence[RecordedAction]) -> list[RecordedAction]:

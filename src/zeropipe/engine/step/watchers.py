@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from json import dumps
 
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -13,6 +14,7 @@ from zeropipe.core.formats.torch_trace import PIPELINE
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine.backward.gradients import local_grad
 from zeropipe.engine.step.cell_runner import Call, Cell
+from zeropipe.engine.step.offload import Copy
 from zeropipe.engine.torch_private.autograd import add_profiler_metadata, is_profiling
 
 
@@ -26,6 +28,10 @@ class Watcher:
     def wrap_sharding(self, call: Call, action: Action) -> Call:
         """Wrap an UNSHARD, RESHARD or REDUCE_GRAD."""
         return call
+
+    def wrap_copy(self, copy: Copy, action: Action, stream: torch.cuda.Stream | None) -> Copy:
+        """Wrap the copies of an OFFLOAD or RELOAD, which run on a stream, or on the CPU at once."""
+        return copy
 
 
 class ProfilerLabels(Watcher):

@@ -218,7 +218,7 @@ def _copy_modified(cache: Any, op: Any, args: Sequence[Any], kwargs: dict[str, A
     given = {a.name: value for a, value in zip(op._schema.arguments, args)} | kwargs
     written = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     changed = {storage_id(t.untyped_storage()) for name in written for t in tensors_in(given.get(name))}
-    for entry in _entries(cache):
+    for entry in cache_entries(cache):
         if storage_id(entry.val.untyped_storage()) in changed:
             entry.val = entry.val.clone()
             entry.version = entry.val._version
@@ -237,10 +237,10 @@ def selective_caches() -> Iterator[list[Any]]:
 
 def cached_tensors(cache: Any) -> Iterator[Tensor]:
     """The tensors in a cache of `selective_caches`."""
-    return (entry.val for entry in _entries(cache))
+    return (entry.val for entry in cache_entries(cache))
 
 
-def _entries(cache: Any) -> Iterator[Any]:
+def cache_entries(cache: Any) -> Iterator[Any]:
     """The entries of a cache with a tensor, without the fake tensors that exist while a block is compiled."""
     from torch._subclasses.fake_tensor import is_fake
 
@@ -252,4 +252,4 @@ def _entries(cache: Any) -> Iterator[Any]:
             yield cache
         return
     for entry in cache:
-        yield from _entries(entry)
+        yield from cache_entries(entry)

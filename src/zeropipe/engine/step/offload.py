@@ -1,0 +1,236 @@
+"""OFFLOAD and RELOAD: what an F keeps for its backward is copied to the host, and back.
+
+Only memory that nothing else uses is copied: weights, masks and other tensors that several microbatches share stay on
+the device, and so does what another module refers to. Each storage is copied once, and tensors that are views of it are
+views of the copy. A tensor that is modified after its F stays where it is, and its backward refuses it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeropipe.engine.step.cell_runner import Cell
+from zeropipe.engine.torch_private import autograd as torch_autograd
+from zeropipe.engine.torch_private import tensors as torch_tensors
+from zeropipe.engine.torch_private.saved import AnyPlace, collect_saved, find_compiled
+
+LEAST_BYTES = 1 << 12  # of a storage: copying less takes longer than it frees memory for
+MAX_PENDING = 1  # copies to the host that may be under way when the next one begins
+
+Copy = Callable[[], int]  # copies, and returns the bytes
+WrapCopy = Callable[[Copy, Any], Copy]  # the second argument is the stream that it runs on
+
+
+class View(NamedTuple):
+    """A tensor as a view of its storage."""
+
+    place: AnyPlace
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class HostBuffer:
+    """Memory of the host, and when the last copy from it has ended."""
+
+    def __init__(self, num_bytes: int, is_pinned: bool) -> None:
+        self.data = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self.is_read: torch.cuda.Event | None = None
+
+
+class HostPool:
+    """Host buffers for reuse: activations have the same sizes in every microbatch."""
+
+    def __init__(self, is_pinned: bool) -> None:
+        self._is_pinned, self._free = is_pinned, defaultdict[int, list[HostBuffer]](list)
+        self.num_bytes = 0  # of all buffers, in use or not
+
+    def take(self, num_bytes: int) -> HostBuffer:
+        """A buffer of that size."""
+        if self._free[num_bytes]:
+            return self._free[num_bytes].pop()
+        self.num_bytes += num_bytes
+        return HostBuffer(num_bytes, self._is_pinned)
+
+    def give_back(self, buffer: HostBuffer) -> None:
+        """Let others have a buffer."""
+        self._free[len(buffer.data)].append(buffer)
+
+
+class Kept:
+    """What the F of a cell keeps for its backward, and its copies on the host."""
+
+    def __init__(self) -> None:
+        self.places: list[AnyPlace] = []
+        self.copies: list[tuple[HostBuffer, list[View]]] = []
+        self.is_reloaded: torch.cuda.Event | None = None
+
+
+class Offloader:
+    """Copies what cells keep, on a CUDA stream for each direction; on the CPU at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, HostPool(device.type == "cuda")
+        on_gpu = device.type == "cuda"
+        self.to_host = torch.cuda.Stream(device) if on_gpu else None
+        self.from_host = torch.cuda.Stream(device) if on_gpu else None
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._pending: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()  # being copied, with their memory
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory of the host that is reserved."""
+        return self._pool.num_bytes
+
+    @contextmanager
+    def collect(self, cell: Cell) -> Iterator[None]:
+        """Around the F of a cell: find what it keeps."""
+        self._settle()
+        kept = self._kept[cell.stage, cell.microbatch] = Kept()
+        with collect_saved(kept.places):
+            yield
+        edges = cell.gradient_edges
+        if cell.loss is not None and cell.loss.requires_grad:
+            edges = [torch_autograd.gradient_edge(cell.loss)]
+        kept.places += find_compiled(edges)
+
+    def offload(self, cell: Cell, wrap: WrapCopy) -> None:
+        """OFFLOAD: start the copies to the host; the memory is free when they have ended."""
+        kept = self._kept[cell.stage, cell.microbatch]
+        groups = self._find_own_storages(kept, cell)
+        kept.places.clear()
+        if self.to_host is not None:
+            self.to_host.wait_stream(torch.cuda.current_stream(self._device))
+        sources: list[Tensor] = []
+
+        def copy() -> int:
+            for places in groups:
+                storage = places[0].tensor.untyped_storage()  # type: ignore[union-attr]
+                buffer, source = self._pool.take(storage.nbytes()), _bytes_of(storage)
+                if buffer.is_read is not None and self.to_host is not None:
+                    self.to_host.wait_event(buffer.is_read)
+                buffer.data.copy_(source, non_blocking=True)
+                kept.copies.append((buffer, [_view(place) for place in places]))
+                sources.append(source)
+            return sum(len(source) for source in sources)
+
+        self._run(copy, self.to_host, wrap)
+        for _, views in kept.copies:
+            for view in views:
+                view.place.tensor = None
+        self._release_inputs(cell, sources)
+        if self.to_host is not None:
+            self._pending.append((self.to_host.record_event(), sources))
+        self._settle(MAX_PENDING)
+
+    def reload(self, cell: Cell, wrap: WrapCopy) -> None:
+        """RELOAD: allocate memory, and start the copies back."""
+        self._settle()
+        kept = self._kept[cell.stage, cell.microbatch]
+        targets = [torch.empty_like(buffer.data, device=self._device) for buffer, _ in kept.copies]
+        if self.from_host is not None and self.to_host is not None:
+            self.from_host.wait_stream(torch.cuda.current_stream(self._device))
+            self.from_host.wait_stream(self.to_host)  # its OFFLOAD may still run
+
+        def copy() -> int:
+            for target, (buffer, _) in zip(targets, kept.copies):
+                target.copy_(buffer.data, non_blocking=True)
+            return sum(map(len, targets))
+
+        self._run(copy, self.from_host, wrap)
+        if self.from_host is not None:
+            kept.is_reloaded = self.from_host.record_event()
+        for target, (buffer, views) in zip(targets, kept.copies):
+            buffer.is_read = kept.is_reloaded
+            self._pool.give_back(buffer)
+            for view in views:
+                copied = torch.empty(0, dtype=view.dtype, device=self._device)
+                with torch.no_grad():
+                    copied.set_(target.untyped_storage(), view.offset, view.size, view.stride)
+                view.place.set_copy(copied)
+        kept.copies.clear()
+
+    def wait(self, cell: Cell) -> None:
+        """Before the backward of a cell: wait until its RELOAD has ended."""
+        kept = self._kept.pop((cell.stage, cell.microbatch))
+        if kept.is_reloaded is not None:
+            torch.cuda.current_stream(self._device).wait_event(kept.is_reloaded)
+
+    def clear(self) -> None:
+        """Release what a step that failed has left."""
+        self._kept.clear()
+        self._pending.clear()
+
+    def _run(self, copy: Copy, stream: torch.cuda.Stream | None, wrap: WrapCopy) -> None:
+        with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+            wrap(copy, stream)()
+
+    def _find_own_storages(self, kept: Kept, cell: Cell) -> list[list[AnyPlace]]:
+        """The places of each storage that nothing but this cell uses."""
+        groups: dict[int, list[AnyPlace]] = defaultdict(list)
+        for place in kept.places:
+            if place.tensor is not None and _is_plain(place.tensor, self._device) and not place.is_modified:
+                groups[torch_tensors.memory_of(place.tensor)].append(place)
+        inputs = Counter(map(torch_tensors.memory_of, cell.inputs))
+        return [places for memory, places in groups.items() if _is_own(places, inputs[memory])]
+
+    def _release_inputs(self, cell: Cell, sources: list[Tensor]) -> None:
+        """Free the values of a cell's inputs that are on the host: a backward needs only their shapes."""
+        copied = {torch_tensors.memory_of(source) for source in sources}
+        for x in cell.inputs:
+            if type(x) is Tensor and torch_tensors.memory_of(x) in copied:
+                x.data = x.new_empty(()).expand(x.shape)
+
+    def _settle(self, most: int | None = None) -> None:
+        """Free the memory whose copies to the host have ended; wait for the oldest ones if more than `most` are left.
+
+        Waiting is for the device, not for this process: what is computed next starts after these copies.
+        """
+        while self._pending:
+            event, _ = self._pending[0]
+            if not event.query():
+                if most is None or len(self._pending) <= most:
+                    return
+                torch.cuda.current_stream(self._device).wait_event(event)
+            self._pending.popleft()
+
+
+def _is_own(places: Sequence[AnyPlace], num_inputs: int) -> bool:
+    """Whether the tensors of these places, and that many inputs, are all that use their memory, and it is large."""
+    uses = Counter(id(place.tensor) for place in places)
+    # without the reference by which it is passed: a tensor that needs no gradient is saved itself, not an alias of it
+    if any(sys.getrefcount(place.tensor) - 1 > uses[id(place.tensor)] for place in places):
+        return False
+    tensor = places[0].tensor
+    assert tensor is not None
+    is_large = tensor.untyped_storage().nbytes() >= LEAST_BYTES
+    return is_large and torch_tensors.num_aliases(tensor) == len(uses) + num_inputs
+
+
+def _is_plain(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor is a dense view of memory on the device."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type == device.type
+        and not (tensor.is_conj() or tensor.is_neg())
+        and torch_tensors.has_memory(tensor)
+    )
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _view(place: AnyPlace) -> View:
+    tensor = place.tensor
+    assert tensor is not None
+    return View(place, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
