@@ -134,8 +134,8 @@ def show(args: argparse.Namespace, ac: str, speeds: tuple[float, float]) -> None
         costs.column(name, 1)[0] for name in ("activation", "offload_size", "offload_time", "reload_time")
     )
     print(
-        f"\nac={ac}: an F keeps {kept / GB:.2f} GB, {size / GB:.2f} GB of them can be copied, at {size / out / GB:.1f} and "
-        f"{size / back / GB:.1f} GB/s (one large copy: {speeds[0] / GB:.1f} and {speeds[1] / GB:.1f})"
+        f"\nac={ac}: an F keeps {kept / GB:.2f} GB, {size / GB:.2f} GB of them can be copied, at "
+        f"{size / out / GB:.1f} and {size / back / GB:.1f} GB/s (one large copy: {speeds[0] / GB:.1f} and {speeds[1] / GB:.1f})"
     )
     print(
         f"{'':6} {'copied':>7} {'peak GB':>8} {'simulated':>10} {'ms':>8} {'of none':>8} {'simulated':>10} "

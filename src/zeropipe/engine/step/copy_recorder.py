@@ -52,7 +52,7 @@ class CopyRecorder:
 
     def columns(self, to_seconds: Callable[[Any], float]) -> CopyColumns:
         """The copies; `to_seconds` converts a start or an end."""
-        codes = array("q", (encode(*event.action) for event in self.events))
+        codes = array("q", (encode(*event.action[:3]) for event in self.events))
         start, end = (array("d", (to_seconds(event[n]) for event in self.events)).tobytes() for n in (1, 2))
         return CopyColumns(codes.tobytes(), start, end, array("d", (event.size for event in self.events)).tobytes())
 
