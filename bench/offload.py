@@ -133,9 +133,10 @@ def show(args: argparse.Namespace, ac: str, speeds: tuple[float, float]) -> None
     kept, size, out, back = (
         costs.column(name, 1)[0] for name in ("activation", "offload_size", "offload_time", "reload_time")
     )
+    rates = [f"{rate / GB:.1f}" for rate in (size / out, size / back, *speeds)]
     print(
-        f"\nac={ac}: an F keeps {kept / GB:.2f} GB, {size / GB:.2f} GB of them can be copied, at "
-        f"{size / out / GB:.1f} and {size / back / GB:.1f} GB/s (one large copy: {speeds[0] / GB:.1f} and {speeds[1] / GB:.1f})"
+        f"\nac={ac}: an F keeps {kept / GB:.2f} GB, {size / GB:.2f} GB of them can be copied, at {rates[0]} and "
+        f"{rates[1]} GB/s (one large copy: {rates[2]} and {rates[3]})"
     )
     print(
         f"{'':6} {'copied':>7} {'peak GB':>8} {'simulated':>10} {'ms':>8} {'of none':>8} {'simulated':>10} "
