@@ -65,7 +65,7 @@ class HostPool:
         self._free[len(buffer.data)].append(buffer)
 
 
-class Kept:
+class SavedTensors:
     """What the F of a cell keeps for its backward, and its copies on the host."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Offloader:
         on_gpu = device.type == "cuda"
         self.to_host = torch.cuda.Stream(device) if on_gpu else None
         self.from_host = torch.cuda.Stream(device) if on_gpu else None
-        self._kept: dict[tuple[int, int], Kept] = {}
+        self._saved: dict[tuple[int, int], SavedTensors] = {}
         self._pending: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()  # being copied, with their memory
 
     @property
@@ -94,19 +94,19 @@ class Offloader:
     def collect(self, cell: Cell) -> Iterator[None]:
         """Around the F of a cell: find what it keeps."""
         self._settle()
-        kept = self._kept[cell.stage, cell.microbatch] = Kept()
-        with collect_saved(kept.places):
+        saved = self._saved[cell.stage, cell.microbatch] = SavedTensors()
+        with collect_saved(saved.places):
             yield
         edges = cell.gradient_edges
         if cell.loss is not None and cell.loss.requires_grad:
             edges = [torch_autograd.gradient_edge(cell.loss)]
-        kept.places += find_compiled(edges)
+        saved.places += find_compiled(edges)
 
     def offload(self, cell: Cell, wrap: WrapCopy) -> None:
         """OFFLOAD: start the copies to the host; the memory is free when they have ended."""
-        kept = self._kept[cell.stage, cell.microbatch]
-        groups = self._find_own_storages(kept, cell)
-        kept.places.clear()
+        saved = self._saved[cell.stage, cell.microbatch]
+        groups = self._find_own_storages(saved, cell)
+        saved.places.clear()
         if self.to_host is not None:
             self.to_host.wait_stream(torch.cuda.current_stream(self._device))
         sources: list[Tensor] = []
@@ -118,12 +118,12 @@ class Offloader:
                 if buffer.is_read is not None and self.to_host is not None:
                     self.to_host.wait_event(buffer.is_read)
                 buffer.data.copy_(source, non_blocking=True)
-                kept.copies.append((buffer, [_view(place) for place in places]))
+                saved.copies.append((buffer, [_view(place) for place in places]))
                 sources.append(source)
             return sum(len(source) for source in sources)
 
         self._run(copy, self.to_host, wrap)
-        for _, views in kept.copies:
+        for _, views in saved.copies:
             for view in views:
                 view.place.tensor = None
         self._release_inputs(cell, sources)
@@ -134,49 +134,49 @@ class Offloader:
     def reload(self, cell: Cell, wrap: WrapCopy) -> None:
         """RELOAD: allocate memory, and start the copies back."""
         self._settle()
-        kept = self._kept[cell.stage, cell.microbatch]
-        targets = [torch.empty_like(buffer.data, device=self._device) for buffer, _ in kept.copies]
+        saved = self._saved[cell.stage, cell.microbatch]
+        targets = [torch.empty_like(buffer.data, device=self._device) for buffer, _ in saved.copies]
         if self.from_host is not None and self.to_host is not None:
             self.from_host.wait_stream(torch.cuda.current_stream(self._device))
             self.from_host.wait_stream(self.to_host)  # its OFFLOAD may still run
 
         def copy() -> int:
-            for target, (buffer, _) in zip(targets, kept.copies):
+            for target, (buffer, _) in zip(targets, saved.copies):
                 target.copy_(buffer.data, non_blocking=True)
             return sum(map(len, targets))
 
         self._run(copy, self.from_host, wrap)
         if self.from_host is not None:
-            kept.is_reloaded = self.from_host.record_event()
-        for target, (buffer, views) in zip(targets, kept.copies):
-            buffer.is_read = kept.is_reloaded
+            saved.is_reloaded = self.from_host.record_event()
+        for target, (buffer, views) in zip(targets, saved.copies):
+            buffer.is_read = saved.is_reloaded
             self._pool.give_back(buffer)
             for view in views:
                 copied = torch.empty(0, dtype=view.dtype, device=self._device)
                 with torch.no_grad():
                     copied.set_(target.untyped_storage(), view.offset, view.size, view.stride)
                 view.place.set_copy(copied)
-        kept.copies.clear()
+        saved.copies.clear()
 
     def wait(self, cell: Cell) -> None:
         """Before the backward of a cell: wait until its RELOAD has ended."""
-        kept = self._kept.pop((cell.stage, cell.microbatch))
-        if kept.is_reloaded is not None:
-            torch.cuda.current_stream(self._device).wait_event(kept.is_reloaded)
+        saved = self._saved.pop((cell.stage, cell.microbatch))
+        if saved.is_reloaded is not None:
+            torch.cuda.current_stream(self._device).wait_event(saved.is_reloaded)
 
     def clear(self) -> None:
         """Release what a step that failed has left."""
-        self._kept.clear()
+        self._saved.clear()
         self._pending.clear()
 
     def _run(self, copy: Copy, stream: torch.cuda.Stream | None, wrap: WrapCopy) -> None:
         with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
             wrap(copy, stream)()
 
-    def _find_own_storages(self, kept: Kept, cell: Cell) -> list[list[AnyPlace]]:
+    def _find_own_storages(self, saved: SavedTensors, cell: Cell) -> list[list[AnyPlace]]:
         """The places of each storage that nothing but this cell uses."""
         groups: dict[int, list[AnyPlace]] = defaultdict(list)
-        for place in kept.places:
+        for place in saved.places:
             if place.tensor is not None and _is_plain(place.tensor, self._device) and not place.is_modified:
                 groups[torch_tensors.memory_of(place.tensor)].append(place)
         inputs = Counter(map(torch_tensors.memory_of, cell.inputs))
