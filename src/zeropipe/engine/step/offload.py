@@ -19,7 +19,7 @@ from torch import Tensor
 from zeropipe.engine.step.cell_runner import Cell
 from zeropipe.engine.torch_private import autograd as torch_autograd
 from zeropipe.engine.torch_private import tensors as torch_tensors
-from zeropipe.engine.torch_private.saved import AnyPlace, collect_saved, find_compiled
+from zeropipe.engine.torch_private.saved import AnySlot, collect_saved, find_compiled
 
 LEAST_BYTES = 1 << 12  # of a storage: copying less takes longer than it frees memory for
 MAX_PENDING = 1  # copies to the host that may be under way when the next one begins
@@ -31,7 +31,7 @@ WrapCopy = Callable[[Copy, Any], Copy]  # the second argument is the stream that
 class View(NamedTuple):
     """A tensor as a view of its storage."""
 
-    place: AnyPlace
+    slot: AnySlot
     dtype: torch.dtype
     offset: int
     size: tuple[int, ...]
@@ -69,7 +69,7 @@ class SavedTensors:
     """What the F of a cell keeps for its backward, and its copies on the host."""
 
     def __init__(self) -> None:
-        self.places: list[AnyPlace] = []
+        self.slots: list[AnySlot] = []
         self.copies: list[tuple[HostBuffer, list[View]]] = []
         self.is_reloaded: torch.cuda.Event | None = None
 
@@ -95,37 +95,37 @@ class Offloader:
         """Around the F of a cell: find what it keeps."""
         self._settle()
         saved = self._saved[cell.stage, cell.microbatch] = SavedTensors()
-        with collect_saved(saved.places):
+        with collect_saved(saved.slots):
             yield
         edges = cell.gradient_edges
         if cell.loss is not None and cell.loss.requires_grad:
             edges = [torch_autograd.gradient_edge(cell.loss)]
-        saved.places += find_compiled(edges)
+        saved.slots += find_compiled(edges)
 
     def offload(self, cell: Cell, wrap: WrapCopy) -> None:
         """OFFLOAD: start the copies to the host; the memory is free when they have ended."""
         saved = self._saved[cell.stage, cell.microbatch]
         groups = self._find_own_storages(saved, cell)
-        saved.places.clear()
+        saved.slots.clear()
         if self.to_host is not None:
             self.to_host.wait_stream(torch.cuda.current_stream(self._device))
         sources: list[Tensor] = []
 
         def copy() -> int:
-            for places in groups:
-                storage = places[0].tensor.untyped_storage()  # type: ignore[union-attr]
+            for slots in groups:
+                storage = slots[0].tensor.untyped_storage()  # type: ignore[union-attr]
                 buffer, source = self._pool.take(storage.nbytes()), _bytes_of(storage)
                 if buffer.is_read is not None and self.to_host is not None:
                     self.to_host.wait_event(buffer.is_read)
                 buffer.data.copy_(source, non_blocking=True)
-                saved.copies.append((buffer, [_view(place) for place in places]))
+                saved.copies.append((buffer, [_view(slot) for slot in slots]))
                 sources.append(source)
             return sum(len(source) for source in sources)
 
         self._run(copy, self.to_host, wrap)
         for _, views in saved.copies:
             for view in views:
-                view.place.tensor = None
+                view.slot.tensor = None
         self._release_inputs(cell, sources)
         if self.to_host is not None:
             self._pending.append((self.to_host.record_event(), sources))
@@ -155,7 +155,7 @@ class Offloader:
                 copied = torch.empty(0, dtype=view.dtype, device=self._device)
                 with torch.no_grad():
                     copied.set_(target.untyped_storage(), view.offset, view.size, view.stride)
-                view.place.set_copy(copied)
+                view.slot.set_copy(copied)
         saved.copies.clear()
 
     def wait(self, cell: Cell) -> None:
@@ -173,14 +173,14 @@ class Offloader:
         with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
             wrap(copy, stream)()
 
-    def _find_own_storages(self, saved: SavedTensors, cell: Cell) -> list[list[AnyPlace]]:
-        """The places of each storage that nothing but this cell uses."""
-        groups: dict[int, list[AnyPlace]] = defaultdict(list)
-        for place in saved.places:
-            if place.tensor is not None and _is_plain(place.tensor, self._device) and not place.is_modified:
-                groups[torch_tensors.memory_of(place.tensor)].append(place)
+    def _find_own_storages(self, saved: SavedTensors, cell: Cell) -> list[list[AnySlot]]:
+        """The slots of each storage that nothing but this cell uses."""
+        groups: dict[int, list[AnySlot]] = defaultdict(list)
+        for slot in saved.slots:
+            if slot.tensor is not None and _is_plain(slot.tensor, self._device) and not slot.is_modified:
+                groups[torch_tensors.memory_of(slot.tensor)].append(slot)
         inputs = Counter(map(torch_tensors.memory_of, cell.inputs))
-        return [places for memory, places in groups.items() if _is_own(places, inputs[memory])]
+        return [slots for memory, slots in groups.items() if _is_own(slots, inputs[memory])]
 
     def _release_inputs(self, cell: Cell, sources: list[Tensor]) -> None:
         """Free the values of a cell's inputs that are on the host: a backward needs only their shapes."""
@@ -203,13 +203,13 @@ class Offloader:
             self._pending.popleft()
 
 
-def _is_own(places: Sequence[AnyPlace], num_inputs: int) -> bool:
-    """Whether the tensors of these places, and that many inputs, are all that use their memory, and it is large."""
-    uses = Counter(id(place.tensor) for place in places)
+def _is_own(slots: Sequence[AnySlot], num_inputs: int) -> bool:
+    """Whether the tensors of these slots, and that many inputs, are all that use their memory, and it is large."""
+    uses = Counter(id(slot.tensor) for slot in slots)
     # without the reference by which it is passed: a tensor that needs no gradient is saved itself, not an alias of it
-    if any(sys.getrefcount(place.tensor) - 1 > uses[id(place.tensor)] for place in places):
+    if any(sys.getrefcount(slot.tensor) - 1 > uses[id(slot.tensor)] for slot in slots):
         return False
-    tensor = places[0].tensor
+    tensor = slots[0].tensor
     assert tensor is not None
     is_large = tensor.untyped_storage().nbytes() >= LEAST_BYTES
     return is_large and torch_tensors.num_aliases(tensor) == len(uses) + num_inputs
@@ -230,7 +230,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _view(place: AnyPlace) -> View:
-    tensor = place.tensor
+def _view(slot: AnySlot) -> View:
+    tensor = slot.tensor
     assert tensor is not None
-    return View(place, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return View(slot, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +13,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from zeropipe.engine.torch_private.autograd import cache_entries, selective_caches
 
 
-class Place(Protocol):
-    """One saved tensor; it is unpacked from here in the backward."""
-
-    tensor: Tensor | None
-
-
-class SavedPlace:
+class SavedSlot:
     """A tensor that autograd saved. The backward refuses it if it was modified since, as it does without hooks."""
 
     __slots__ = ("tensor", "version")
@@ -38,7 +32,7 @@ class SavedPlace:
         self.tensor = tensor
 
 
-class ListPlace:
+class ListSlot:
     """A tensor in a list of a compiled block's graph node."""
 
     __slots__ = ("_index", "_list")
@@ -61,7 +55,7 @@ class ListPlace:
         self.tensor = tensor
 
 
-class CachePlace:
+class CacheSlot:
     """A tensor that selective checkpointing keeps."""
 
     __slots__ = ("_entry",)
@@ -86,41 +80,41 @@ class CachePlace:
         self._entry.val, self._entry.version = tensor, tensor._version
 
 
-AnyPlace = SavedPlace | ListPlace | CachePlace
+AnySlot = SavedSlot | ListSlot | CacheSlot
 
 
 @contextmanager
-def collect_saved(places: list[AnyPlace]) -> Iterator[None]:
-    """Add the place of every tensor that a forward inside saves for its backward; `find_compiled` finds others."""
+def collect_saved(slots: list[AnySlot]) -> Iterator[None]:
+    """Add the slot of every tensor that a forward inside saves for its backward; `find_compiled` finds others."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(tensor: Tensor) -> Any:
         if outer is not None:  # that of a recorder, which only looks at tensors
             outer[0](tensor)
-        place = SavedPlace(tensor)
-        places.append(place)
-        return place
+        slot = SavedSlot(tensor)
+        slots.append(slot)
+        return slot
 
     with saved_tensors_hooks(pack, _unpack), selective_caches() as caches:
         yield
-    places += [CachePlace(entry) for cache in caches for entry in cache_entries(cache)]
+    slots += [CacheSlot(entry) for cache in caches for entry in cache_entries(cache)]
 
 
-def _unpack(place: SavedPlace) -> Tensor:
-    tensor = place.tensor
+def _unpack(slot: SavedSlot) -> Tensor:
+    tensor = slot.tensor
     assert tensor is not None, "a backward ran before its RELOAD: please report this as a bug"
-    if place.is_modified:
+    if slot.is_modified:
         name = tensor.type()
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{name} {list(tensor.shape)}] is at version {tensor._version}; expected version {place.version} instead"
+            f"[{name} {list(tensor.shape)}] is at version {tensor._version}; expected version {slot.version} instead"
         )
     return tensor
 
 
-def find_compiled(edges: Sequence[GradientEdge]) -> list[AnyPlace]:
-    """The places of tensors that compiled blocks keep in their graph nodes, without autograd's hooks (torch 2.13)."""
-    waiting, seen, places = [edge.node for edge in edges], set[Any](), list[AnyPlace]()
+def find_compiled(edges: Sequence[GradientEdge]) -> list[AnySlot]:
+    """The slots of tensors that compiled blocks keep in their graph nodes, without autograd's hooks (torch 2.13)."""
+    waiting, seen, slots = [edge.node for edge in edges], set[Any](), list[AnySlot]()
     while waiting:
         node: Any = waiting.pop()
         if node is None or node in seen:
@@ -128,6 +122,6 @@ def find_compiled(edges: Sequence[GradientEdge]) -> list[AnyPlace]:
         seen.add(node)
         kept = getattr(node, "_tensors_no_vc_check", None)
         if isinstance(kept, list):
-            places += [ListPlace(kept, index) for index, tensor in enumerate(kept) if isinstance(tensor, Tensor)]
+            slots += [ListSlot(kept, index) for index, tensor in enumerate(kept) if isinstance(tensor, Tensor)]
         waiting += [following for following, _ in node.next_functions]
-    return places
+    return slots
