@@ -12,6 +12,8 @@ from zeropipe.engine.backward.expert_rows import (
     num_local_experts,
     run_experts,
     sort_by_expert,
+    sorted_tokens,
+    sorted_weights,
     sum_choices,
 )
 
@@ -37,7 +39,7 @@ def _run_by_expert(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) 
     exchange = module.exchange
     order, offsets = sort_by_expert(index, module.num_experts)
     counts = _count_rows(module, offsets)
-    rows = hidden[order // index.shape[-1]]
+    rows = sorted_tokens(hidden, order, index.shape[-1])
     arriving, splits, _ = exchange.exchange_counts(torch.cat([counts.sum(1, keepdim=True), counts], 1), rows)
     rows = exchange.exchange_rows(rows, splits)
     by_expert = arriving[:, 1:]  # (process, expert)
@@ -47,7 +49,7 @@ def _run_by_expert(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) 
     offsets = by_expert.sum(0).cumsum(0, dtype=torch.int32)
     x = run_experts(module, rows[grouping], offsets, expert[grouping] if module.has_bias else None)
     x = exchange.exchange_rows(x[invert(grouping)], splits.flip(0), len(order))
-    return sum_choices(x * weights.flatten()[order, None].to(x.dtype), order, index)
+    return sum_choices(x * sorted_weights(weights, order).to(x.dtype), order, index)
 
 
 def _run_by_process(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -55,9 +55,48 @@ def sort_by_expert(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return order, counts.cumsum(0, dtype=torch.int32)
 
 
+def sorted_tokens(hidden: Tensor, order: Tensor, num_choices: int) -> Tensor:
+    """The token of each (token, choice), in the order of `sort_by_expert`."""
+    return _TakeTokens.apply(hidden, order, invert(order), num_choices)
+
+
+def sorted_weights(weights: Tensor, order: Tensor) -> Tensor:
+    """The weight of each (token, choice), in that order."""
+    return _Permute.apply(weights.flatten(), order, invert(order))[:, None]
+
+
 def sum_choices(x: Tensor, order: Tensor, index: Tensor) -> Tensor:
     """Undo the sort and sum over each token's choices."""
-    return x[invert(order)].view(*index.shape, -1).sum(1)
+    return _Permute.apply(x, invert(order), order).view(*index.shape, x.shape[-1]).sum(1)
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order. The gradient of an index lookup sorts indices and adds rows; here each comes once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        order, inverse = ctx.saved_tensors
+        return _Permute.apply(dy, inverse, order), None, None
+
+
+class _TakeTokens(torch.autograd.Function):
+    """`hidden[order // num_choices]`, whose gradient is a sum over each token's choices."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, order: Tensor, inverse: Tensor, num_choices: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.num_choices = num_choices
+        return hidden[order // num_choices]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return dy[inverse].view(len(dy) // ctx.num_choices, ctx.num_choices, dy.shape[-1]).sum(1), None, None, None
 
 
 def invert(permutation: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from zeropipe.engine.backward.expert_rows import (
     num_local_experts,
     run_experts,
     sort_by_expert,
+    sorted_tokens,
+    sorted_weights,
     sum_choices,
 )
 from zeropipe.engine.backward.stacks import convert, create_deferred_class, expert_linear
@@ -136,8 +138,10 @@ def _deferred_class(base: type[nn.Module], names: tuple[str, str]) -> type[nn.Mo
 def _run_all_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Sort tokens by expert, so that each of the two products is one call for all experts."""
     order, offsets = sort_by_expert(index, module.num_experts)
-    x = run_experts(module, hidden[order // index.shape[-1]], offsets, experts_for_bias(module, index, order))
-    return sum_choices(x * weights.flatten()[order, None].to(x.dtype), order, index)
+    x = run_experts(
+        module, sorted_tokens(hidden, order, index.shape[-1]), offsets, experts_for_bias(module, index, order)
+    )
+    return sum_choices(x * sorted_weights(weights, order).to(x.dtype), order, index)
 
 
 def _run_local_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -151,10 +155,10 @@ def _run_local_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tens
     offsets = offsets[: num_local_experts(module)]
     experts = experts_for_bias(module, index, order)
     is_local = (torch.arange(len(order), device=order.device) < offsets[-1])[:, None]
-    x = torch.where(is_local, hidden[order // index.shape[-1]], 0)
+    x = torch.where(is_local, sorted_tokens(hidden, order, index.shape[-1]), 0)
     x = add_bias(module, 0, torch.where(is_local, expert_linear(module, 0, x, offsets), 0), experts)
     x = add_bias(module, 1, expert_linear(module, 1, apply_activation(module, x), offsets), experts)
-    return sum_choices(torch.where(is_local, x, 0) * weights.flatten()[order, None].to(x.dtype), order, index)
+    return sum_choices(torch.where(is_local, x, 0) * sorted_weights(weights, order).to(x.dtype), order, index)
 
 
 def _run_dense_experts(module: Any, hidden: Tensor) -> Tensor:
