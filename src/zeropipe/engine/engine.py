@@ -38,6 +38,8 @@ from zeropipe.engine.mesh.reduce_limit import ReduceLimit
 from zeropipe.engine.mesh.sharded_stage import ShardedStage, is_sharded
 from zeropipe.engine.options import Options, require_switch
 from zeropipe.engine.stages.contract import Microbatch, StageInfo
+from zeropipe.engine.stages.slice_check import prepare_slices
+from zeropipe.engine.stages.slices import cut_microbatches
 from zeropipe.engine.step import equal
 from zeropipe.engine.step.agreement import AgreedStep, StepRequest, agree_on_step, hash_state
 from zeropipe.engine.step.cell_runner import FindTargets, Finish, OnInput
@@ -164,12 +166,14 @@ class Engine:
         comm.exchange(None)  # no rank begins a step, or fails in one, while others connect
 
     def _prepare(self) -> None:
+        prepare_slices(self.schedule, [info.module for info in self._infos.values()], self.options)
         for stage in self._infos.values():
             self._splitter.prepare(stage.number, stage.module)
             if stage.blocks is not None:
                 set_blocks(stage.blocks, stage.first_layer, compile=self.options.compile, ac=self.options.ac)
             is_last = stage.number == self.schedule.num_stages - 1
-            if self.options.fused_head and is_last and setup.find_part([stage.module]) is None:
+            has_parts = setup.find_part([stage.module]) is not None or self.schedule.num_slices > 1
+            if self.options.fused_head and is_last and not has_parts:
                 self._fuse_head(stage.module)
 
     def _fuse_head(self, stage: nn.Module) -> None:
@@ -188,7 +192,7 @@ class Engine:
                 "train_step under torch.no_grad() would give no gradients: use eval_step, or leave it out"
             )
         use, call = "record" if self.record else "train", f"train_step{' with record' * self.record}"
-        refusal = self._find_replaced() or self._find_outside_gradients()
+        refusal = self._find_replaced() or self._find_outside_gradients() or self._refuse_loss(loss_fn)
         step = self._agree_on_step(microbatches, loss_fn, call, use, refusal)
         with self._guard():
             self._compare(microbatches)
@@ -201,7 +205,7 @@ class Engine:
                 if self.record:
                     self._begin_recording()
                 on_input = losses.add_input if divides_late else None
-                self._execute(executor, microbatches, step, losses.add, on_input, losses.targets)
+                self._execute(executor, self._cut(microbatches), step, losses.add, on_input, losses.targets)
                 for shards in self._shards.values():
                     shards.finish()
                 if self.record:
@@ -281,6 +285,8 @@ class Engine:
         """
         use = "forward" if not train else "record" if self.record else "train"
         call = {"forward": "an evaluation", "record": "a step with record", "train": "a step"}[use]
+        if self.schedule.num_slices > 1:
+            raise ConfigError("run() takes no schedule with slices, whose losses are of parts of rows: use train_step")
         step = self._agree_on_step(microbatches, None, call, use, self._find_outside_gradients() if train else None)
         tied = self._sums.tied if train else ()
         with self._guard(), _no_inference_mode(), gradients.stash_gradients(tied):
@@ -393,7 +399,7 @@ class Engine:
             state = hash_state(self._sums.all, self._device)
             request = StepRequest(
                 self._infos.values(), state, microbatches, loss_fn, counts_tokens,
-                partial(self._executors.order_digests, use), refusal,
+                partial(self._executors.order_digests, use), self._cut if use != "forward" else list, refusal,
             )  # fmt: skip
             step = agree_on_step(self._comm, self._shapes, request)
             if self._shards and self.options.regather and not step.is_uniform:
@@ -422,6 +428,21 @@ class Engine:
             if other is not None:
                 lines = self._comm.exchange(self._executors.describe_order(use, step.num_microbatches, step.is_uniform))
                 raise ConfigError(describe_difference(first, other, lines))
+
+    def _cut(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+        """The slices of microbatches, if the schedule has any."""
+        if self.schedule.num_slices == 1:
+            return microbatches
+        return cut_microbatches(microbatches, self.options.shares(self.schedule.num_slices))
+
+    def _refuse_loss(self, loss_fn: LossFn) -> str | None:
+        """The error for a loss of whole rows, of which a schedule with slices has only parts."""
+        if self.schedule.num_slices == 1 or takes_parts(loss_fn) or not callable(loss_fn):
+            return None
+        return (
+            f"the loss {type(loss_fn).__name__} takes logits of whole rows, and the schedule has slices: use one with "
+            "takes_parts = True, like CausalLMLoss, or a schedule without slices"
+        )
 
     def _find_replaced(self) -> str | None:
         """The error for a parameter that was added after set-up: its gradient would not be scaled or summed."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from zeropipe.core.gradient_policy import GradientPolicy
 from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.core.slices import parse_shares
 from zeropipe.errors import ConfigError, short
 
 SPLITS = ("store", "whole")
@@ -50,6 +51,7 @@ class Options:
     `check_finite`: stop at the first action that computes a NaN or an infinity.
     `check_equal`: at every step, compare microbatches and the weights of mirrored and tied stages between ranks. It
     reads all of them, so it is for debugging.
+    `slice_sizes`: in a schedule with slices, the tokens of each, or numbers in their ratio; equal by default.
     `timeout`: seconds that a rank waits for another one that makes no progress, before all of them stop.
     """
 
@@ -66,6 +68,7 @@ class Options:
     gradients: str = "whole"
     check_finite: bool = False
     check_equal: bool = False
+    slice_sizes: tuple[float, ...] | None = None
     timeout: float = 600.0
 
     @staticmethod
@@ -122,6 +125,10 @@ class Options:
                 "overlap='turns' cannot run regather=True: F and B would gather weights in between each other; leave "
                 "out one of them"
             )
+
+    def shares(self, num_slices: int) -> tuple[float, ...]:
+        """The share of each slice of a sequence; ConfigError unless `slice_sizes` has one for each."""
+        return parse_shares(self.slice_sizes, num_slices)
 
     @property
     def changes_blocks(self) -> bool:

@@ -92,12 +92,7 @@ def check_types(schedule: object, stages: object) -> None:
 
 
 def check_sizes(schedule: Schedule, layout: Layout) -> None:
-    """ConfigError for a schedule with another number of ranks than the pipeline, or with slices."""
-    if schedule.num_slices > 1:
-        raise ConfigError(
-            f"the schedule {schedule.name} has {schedule.num_slices} slices per microbatch, which this engine does not "
-            "run: build it with slices=1"
-        )
+    """ConfigError for a schedule with another number of ranks than the pipeline."""
     if len(layout.pipeline) == schedule.num_ranks:
         return
     if layout.mesh is None:

@@ -279,8 +279,11 @@ def masks_of_rows(rows: SplitRows) -> Iterator[None]:
         _split.rows = None
 
 
-def split_attention(lm: nn.Module, attend: Callable[..., Any]) -> None:
-    """Let a model's attention call `attend`, and make its masks by `masks_of_rows`, in its own implementation."""
+def split_attention(lm: nn.Module, attend: Callable[..., Any], kind: str = "cp") -> None:
+    """Let a model's attention call `attend`, and make its masks by `masks_of_rows`, in its own implementation.
+
+    `kind` is one of `_SPLITS`: each has one function `attend`.
+    """
     from transformers import masking_utils
     from transformers.modeling_utils import AttentionInterface
 
@@ -288,10 +291,11 @@ def split_attention(lm: nn.Module, attend: Callable[..., Any]) -> None:
     configs = {id(config): config for module in lm.modules() if (config := getattr(module, "config", None)) is not None}
     for config in configs.values():
         own = getattr(config, "_attn_implementation", None) or "eager"
-        if not own.startswith(_SPLIT):
-            AttentionInterface.register(_SPLIT + own, attend)
-            masking_utils.AttentionMaskInterface.register(_SPLIT + own, partial(_mask_of_rows, own))
-            config._attn_implementation = _SPLIT + own
+        if _without_split(own) == own:
+            name = _SPLITS[kind] + own
+            AttentionInterface.register(name, attend)
+            masking_utils.AttentionMaskInterface.register(name, partial(_mask_of_rows, own))
+            config._attn_implementation = name
 
 
 def attention_function(module: nn.Module) -> Callable[..., Any] | None:
@@ -302,12 +306,18 @@ def attention_function(module: nn.Module) -> Callable[..., Any] | None:
         functions = getattr(scope, "ALL_ATTENTION_FUNCTIONS", None)
         if functions is not None:
             default: Callable[..., Any] | None = getattr(scope, "eager_attention_forward", None)
-            found: Callable[..., Any] | None = functions.get(name.removeprefix(_SPLIT), default)
+            found: Callable[..., Any] | None = functions.get(_without_split(name), default)
             return found
     return None
 
 
-_SPLIT = "zeropipe_cp_"  # before the name of an attention implementation
+_SPLITS = {"cp": "zeropipe_cp_", "slices": "zeropipe_slices_"}  # before the name of an attention implementation
+
+
+def _without_split(name: str) -> str:
+    for prefix in _SPLITS.values():
+        name = name.removeprefix(prefix)
+    return name
 
 
 @cache
@@ -359,7 +369,7 @@ def _mask_of_rows(own: str, *, mask_function: Callable[..., Any], **arguments: A
 
 def base_implementation(name: str | None) -> str:
     """The attention implementation of transformers under one that `wrap_attention` or `split_attention` made."""
-    name = (name or "sdpa").removeprefix(_SPLIT)
+    name = _without_split(name or "sdpa")
     return name.removeprefix(WRAPPED).partition("_")[0] if name.startswith(WRAPPED) else name
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,11 +63,11 @@ def find_difference(config: Any, family: Any, exchange: str, copies_keys: bool =
         return "its forward takes no position_ids"
     small = build_small_stage(config, family, 1 if copies_keys else CP)
     with isolated_torch_state():
-        if _sees_later_tokens(small):
+        if sees_later_tokens(small):
             return "its tokens attend to later ones"
         if not _uses_interface(copy.deepcopy(small), exchange):
             return "its attention is not called through transformers' attention interface"
-        plain, *others = _batches(small)
+        plain, *others = list_batches(small)
         reason = _compare(copy.deepcopy(small).double(), exchange, [plain])  # some models magnify rounding
         return reason or _compare(small, exchange, others)  # with padding they may overflow in float64
 
@@ -83,7 +83,7 @@ def _compare(small: HFStage, exchange: str, batches: Sequence[Batch]) -> str | N
         for batch in batches:
             is_plain = len(batch) == 1
             with torch.set_grad_enabled(is_plain):
-                whole, seen = _run_watched(small, batch)
+                whole, seen = run_watched(small, batch)
                 gradients = [torch.randn_like(one) for one in whole] if is_plain else None
                 if gradients is not None:
                     torch.autograd.backward(whole, gradients)
@@ -98,17 +98,17 @@ def _compare(small: HFStage, exchange: str, batches: Sequence[Batch]) -> str | N
     return None
 
 
-def _sees_later_tokens(stage: HFStage) -> bool:
+def sees_later_tokens(stage: HFStage) -> bool:
     """Whether the last token of a row changes what the others give: padding at the end would change it too."""
-    ids = _batches(stage)[0]["input_ids"]
+    ids = list_batches(stage)[0]["input_ids"]
     other = ids.clone()
     other[:, -1] = (ids[:, -1] + 1) % stage.lm.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
-        one, two = (_logits(stage, some)[:, :-1] for some in (ids, other))
+        one, two = (small_logits(stage, some)[:, :-1] for some in (ids, other))
     return not is_close(one, two)
 
 
-def _logits(stage: HFStage, ids: Tensor) -> Tensor:
+def small_logits(stage: HFStage, ids: Tensor) -> Tensor:
     output = stage(**stage.pick({"input_ids": ids}))
     return output[0] if isinstance(output, tuple) else output
 
@@ -127,11 +127,11 @@ def _uses_interface(stage: HFStage, exchange: str) -> bool:
 
                 module.split_attention = split._replace(run=run)  # type: ignore[assignment]
         with torch.no_grad():
-            _logits(stage, _batches(stage)[0]["input_ids"])
+            small_logits(stage, list_batches(stage)[0]["input_ids"])
     return bool(calls)
 
 
-def _batches(stage: HFStage) -> list[Batch]:
+def list_batches(stage: HFStage) -> list[Batch]:
     """A plain, a padded and, if the model can, a packed batch."""
     size, length = stage.lm.get_input_embeddings().weight.shape[0], sum(SAMPLE_LENGTHS)
     ids = torch.randint(min(5, size - 1), size, (2, length), generator=torch.Generator().manual_seed(0))
@@ -148,7 +148,7 @@ def _batches(stage: HFStage) -> list[Batch]:
 def _run_part(stage: HFStage, batch: Batch, gradients: Sequence[Tensor] | None) -> Any:
     """The outputs of one simulated process, and those of its modules; with `gradients` also a backward."""
     with torch.set_grad_enabled(gradients is not None):
-        outputs, seen = _run_watched(stage, batch)
+        outputs, seen = run_watched(stage, batch)
         if gradients is not None:
             first, *rest = gradients  # of a loss every process has an equal share
             own = [stage.context.take(first, 1), *(one / stage.context.group.size for one in rest)]
@@ -156,7 +156,7 @@ def _run_part(stage: HFStage, batch: Batch, gradients: Sequence[Tensor] | None) 
     return [one.detach() for one in outputs], seen
 
 
-def _run_watched(stage: HFStage, batch: Batch) -> tuple[list[Tensor], dict[str, Tensor]]:
+def run_watched(stage: HFStage, batch: Mapping[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The outputs of a stage, and of each module in its blocks, in the order in which they end."""
     seen: dict[str, Tensor] = {}
     entered: list[nn.Module] = []
@@ -174,7 +174,7 @@ def _run_watched(stage: HFStage, batch: Batch) -> tuple[list[Tensor], dict[str, 
     try:
         output = stage(**stage.pick(batch))
     except Exception as error:
-        raise _Failed(f"{_part_name(stage, entered[-1])}: {format_error(error)}" if entered else str(error)) from error
+        raise _Failed(f"{part_name(stage, entered[-1])}: {format_error(error)}" if entered else str(error)) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -196,12 +196,12 @@ def _name_mixer(small: HFStage, seen: dict[str, Tensor], found: Sequence[Any], r
         if whole.shape[:2] != real.shape or any(part.shape[:2] != shape for part in parts):
             continue
         if not _are_close(parts, whole, real):
-            part = _part_name(small, small.get_submodule(name))
+            part = part_name(small, small.get_submodule(name))
             return f"{part} mixes or counts tokens outside of transformers' attention interface"
     return None
 
 
-def _part_name(stage: HFStage, module: nn.Module) -> str:
+def part_name(stage: HFStage, module: nn.Module) -> str:
     """The class of the part of a layer that a module is in."""
     block = next(one for one in stage.blocks if module in set(one.modules()))
     return type(next((one for one in block.children() if module in set(one.modules())), block)).__name__

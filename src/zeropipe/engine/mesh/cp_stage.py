@@ -6,7 +6,6 @@ rows. Sequences are padded where their length does not divide: a token at the en
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from zeropipe.engine.mesh.cp_attention import GATHER, SplitAttention, attend, jo
 from zeropipe.engine.mesh.tp_collectives import Copy, Reduce, TPGroup
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.packed_attention import Samples, attend_within
-from zeropipe.engine.stages.packing import rotary_per_sample
+from zeropipe.engine.stages.packing import rotary_of_rows
 from zeropipe.engine.stages.sequence_parts import SequenceParts
 from zeropipe.engine.transformers_private import SplitRows, attention_function, masks_of_rows, split_attention
 
@@ -114,30 +113,9 @@ class ContextPart:
                 stack.enter_context(attend_within(samples, packing.attention))
             if packing.rotary:
                 rows = torch.arange(total)[None] if positions is None else positions
-                stack.enter_context(self._rotary_of_rows(packing.rotary, rows, sample_lengths))
-            yield
-
-    @contextmanager
-    def _rotary_of_rows(self, rotary: list[nn.Module], positions: Tensor, lengths: Tensor | None) -> Iterator[None]:
-        """Let rotary embeddings that depend on the length of a row see all of it."""
-
-        def use_rows(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-            call.arguments["position_ids"] = positions.to(call.arguments["position_ids"].device)
-            return call.args[1:], call.kwargs
-
-        def take(module: Any, args: Any, output: Any) -> Any:
-            if isinstance(output, tuple | list):
-                return tuple(self.parts.take(x, -2) for x in output)
-            return self.parts.take(output, -2)
-
-        with ExitStack() as stack:
-            for module in rotary:
-                stack.enter_context(_removed(module.register_forward_pre_hook(use_rows, with_kwargs=True)))
-            if lengths is not None:
-                stack.enter_context(rotary_per_sample(rotary, lengths))
-            for module in rotary:
-                stack.enter_context(_removed(module.register_forward_hook(take)))
+                stack.enter_context(
+                    rotary_of_rows(packing.rotary, rows, sample_lengths, lambda x: self.parts.take(x, -2))
+                )
             yield
 
     def sum(self, x: Tensor) -> Tensor:
@@ -166,14 +144,6 @@ class ContextPart:
                 whole, first.device_mesh, first.placements, run_check=False, shape=shape, stride=stride
             )
         return (whole, *(_Alike.apply(one, self.group.size) for one in rest)) if rest else whole
-
-
-@contextmanager
-def _removed(hook: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 class _GatherAlike(torch.autograd.Function):

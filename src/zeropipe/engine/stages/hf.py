@@ -38,6 +38,7 @@ class HFStage(nn.Module):
     sequence_shards = 1  # number of processes of tp that share each sequence
     # computes the losses of `targets` by running the model up to its head; set by the engine
     fused_head: Callable[[Callable[[], Tensor], Targets], TokenLosses] | None = None
+    slices: Any = None  # in a schedule with slices, what they keep (stages.slices.StageSlices)
     context: Any = None  # with cp, this process's part of every sequence (mesh.cp_stage.ContextPart)
 
     def __init__(
@@ -182,6 +183,8 @@ class HFStage(nn.Module):
         if cu_seqlens is not None:
             require_packable(self.family, self.lm.config, microbatch)
             inputs |= self._packing.inputs(cu_seqlens, inputs.get("position_ids"))
+        if self.slices is not None:
+            return self.slices.pick(inputs, microbatch.get("slice"))
         return inputs if self.context is None else self.context.pick(inputs)
 
     def refusal(self, microbatch: Microbatch) -> str | None:
@@ -190,6 +193,8 @@ class HFStage(nn.Module):
             return f"a microbatch has the keys {sorted(microbatch)}: must have 'input_ids' for a Hugging Face model"
         if self.is_first and (reason := _check_tokens(microbatch, self._num_tokens)) is not None:
             return reason  # raised on all ranks, so that the others need not check
+        if self.slices is not None:
+            return self.slices.refusal(microbatch)
         if self.context is not None:
             return self.context.refusal(microbatch)
         length = microbatch["input_ids"].shape[-1] if self.sequence_shards > 1 else 0
@@ -235,6 +240,8 @@ class HFStage(nn.Module):
         sample_lengths: Tensor | None = None,
         samples: Samples | None = None,
         row_positions: Tensor | None = None,
+        row_length: int = 0,
+        part: Any = None,
         **kwargs: Any,
     ) -> Tensor | TokenLosses | tuple[Tensor, ...]:
         if not self.is_first:
@@ -243,7 +250,9 @@ class HFStage(nn.Module):
             self._start.received = inputs
             self._zero_weights.match(inputs[0])
         try:
-            if self.context is not None:
+            if self.slices is not None:
+                rows = self.slices.rows(part, row_length, row_positions, is_packed, sample_lengths)
+            elif self.context is not None:
                 length = kwargs["input_ids"].shape[-1]
                 rows = self.context.whole_rows(length, row_positions, is_packed, sample_lengths, samples)
             else:

@@ -118,6 +118,30 @@ class Packing:
             yield
 
 
+@contextmanager
+def rotary_of_rows(
+    rotary: Sequence[nn.Module], positions: Tensor, lengths: Tensor | None, take: Callable[[Tensor], Tensor]
+) -> Iterator[None]:
+    """Let rotary embeddings that depend on the length of a row see all of it, and `take` some tokens of the result."""
+
+    def use_rows(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+        call.arguments["position_ids"] = positions.to(call.arguments["position_ids"].device)
+        return call.args[1:], call.kwargs
+
+    def take_own(module: Any, args: Any, output: Any) -> Any:
+        return tuple(map(take, output)) if isinstance(output, tuple | list) else take(output)
+
+    with ExitStack() as stack:
+        for module in rotary:
+            stack.callback(module.register_forward_pre_hook(use_rows, with_kwargs=True).remove)
+        if lengths is not None:
+            stack.enter_context(rotary_per_sample(rotary, lengths))
+        for module in rotary:
+            stack.callback(module.register_forward_hook(take_own).remove)
+        yield
+
+
 def keeps_apart(
     model: nn.Module,
     ids: Tensor,

@@ -66,6 +66,7 @@ class StepRequest(NamedTuple):
     loss_fn: Any
     counts_tokens: bool  # whether this process counts its pipeline's tokens
     order_digests: OrderDigests
+    cut: Callable[[Sequence[Microbatch]], Sequence[Microbatch]]  # the microbatches into slices, if there are any
     refusal: str | None = None  # why this process cannot take part in the step, which all processes raise
 
 
@@ -99,7 +100,9 @@ def _announce(request: StepRequest) -> Announcement:
         for microbatch in microbatches:
             if (reason := stage.refusal(microbatch)) is not None:
                 raise ConfigError(reason)
-    signatures = tuple(_hash((request.state, describe_microbatch(microbatch))) for microbatch in microbatches)
+    signatures = tuple(
+        _hash((request.state, describe_microbatch(microbatch))) for microbatch in request.cut(microbatches)
+    )
     if isinstance(loss_fn, type):
         raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, {loss_fn.__name__}()")
     count = None
@@ -109,7 +112,7 @@ def _announce(request: StepRequest) -> Announcement:
     if not microbatches:
         raise ConfigError("microbatches is empty: a step must have at least 1")
     short = signatures[:1] if len(set(signatures)) == 1 else signatures
-    return Announcement(len(signatures), short, count, request.order_digests(len(microbatches)))
+    return Announcement(len(signatures), short, count, request.order_digests(len(signatures)))
 
 
 def _check_microbatches(microbatches: Sequence[Microbatch]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from zeropipe.engine.backward.vectors import VectorGradients
 from zeropipe.engine.comm.channels import Receiver, Sender
 from zeropipe.engine.comm.messages import Message, ShapeCache, Spec, describe_tensors, gradient_key, make_sendable
 from zeropipe.engine.stages.contract import Microbatch, Pick, Targets
+from zeropipe.engine.stages.slices import SLICE
 from zeropipe.engine.step import dtensor_messages
 from zeropipe.engine.step.in_place import StageBuffers, require_unmodified
 from zeropipe.engine.torch_private import autograd as torch_autograd
@@ -143,13 +145,22 @@ class CellRunner:
             args, kwargs = to_device(args, self._device), to_device(kwargs, self._device)
         if cell.previous is not None:
             require_unmodified(cell.inputs, cell.previous.output_version, cell.previous.name)
-        output = cell.module(*cell.inputs, *args, **kwargs)
+        with self._during_slice(cell, microbatch, backward=False):
+            output = cell.module(*cell.inputs, *args, **kwargs)
         if not self._train:
             cell.inputs = ()
         if cell.stage == self._last_stage:
             self._compute_loss(cell, output, microbatch)
         else:
             self._set_output(cell, as_tuple(output, cell.name))
+
+    def _during_slice(self, cell: Cell, microbatch: Microbatch, backward: bool) -> AbstractContextManager[None]:
+        """Around a forward or backward: tells the stage which slice runs, in a schedule with slices."""
+        part, slices = microbatch.get(SLICE), getattr(cell.module, "slices", None)
+        if part is None or slices is None:
+            return nullcontext()
+        found: AbstractContextManager[None] = slices.during(part, cell.microbatch // (len(part.bounds) - 1), backward)
+        return found
 
     def _compute_loss(self, cell: Cell, output: Any, microbatch: Microbatch) -> None:
         if self._device.type != "cpu":
@@ -183,9 +194,8 @@ class CellRunner:
 
     def backward(self, cell: Cell, run: Callable[[BackwardPass], None]) -> None:
         """Run B or I with a method of the splitter."""
-        run(
-            _backward_pass(cell, self._vectors[cell.stage])
-        )  # not bound to a name, so that nothing of it outlives the cell
+        with self._during_slice(cell, self._microbatches[cell.microbatch], backward=True):
+            run(_backward_pass(cell, self._vectors[cell.stage]))  # no name, so that nothing of it outlives the cell
         gradients = [x.grad for x in cell.inputs if x.requires_grad]
         if cell.previous is None and cell.stage > 0:
             cell.requested = tuple(x.requires_grad for x in cell.inputs)

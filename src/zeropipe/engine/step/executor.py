@@ -145,6 +145,8 @@ class Executor:
         self._current = 0
         for cell in self.cells.values():
             cell.clear()
+            if (slices := getattr(cell.module, "slices", None)) is not None:
+                slices.clear()
         for receiver in self._receivers.values():
             receiver.begin(self._runner.key_of, self._output_spec)
         for sharded in self._shards.values():

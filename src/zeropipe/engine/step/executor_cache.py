@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise, zip_longest
 
 from zeropipe.core.action import Action, Kind, actions_of
@@ -15,6 +16,7 @@ from zeropipe.core.placement import Placement
 from zeropipe.core.resize import resize
 from zeropipe.core.schedule import Program, Schedule
 from zeropipe.core.shard_actions import with_shards
+from zeropipe.core.slices import slices_as_microbatches
 from zeropipe.engine.mesh.sharded_stage import require_one_dtype
 from zeropipe.engine.step.executor import Executor, ExecutorContext
 from zeropipe.engine.step.recorder import Recorder
@@ -45,7 +47,9 @@ class ExecutorCache:
         if len(self._executors) > MAX_EXECUTORS:
             self._executors.pop(next(iter(self._executors))).close()
         if use == "record":
-            self.recorded = found.schedule
+            slices = self._context.schedule.num_slices
+            sliced = resize(self._context.schedule, num_microbatches // slices)
+            self.recorded = found.schedule if slices == 1 else sliced
         return found
 
     def close(self) -> None:
@@ -67,13 +71,20 @@ class ExecutorCache:
         return Executor(context, program, use, watchers)
 
     def _build_program(self, use: str, num_microbatches: int, is_uniform: bool) -> Program:
-        schedule = resize(self._context.schedule, num_microbatches)
+        schedule = self._schedule_of(use == "forward", num_microbatches)
         policy = self._policy(is_uniform) if self._context.shards else None
         gradients = self._context.options.gradients
-        program = lower(_select_forwards(schedule) if use == "forward" else schedule, policy, gradients)
+        program = lower(schedule, policy, gradients)
         if self._context.shards:
             check_gradients(program, gradients)
         return program
+
+    def _schedule_of(self, is_forward: bool, num_microbatches: int) -> Schedule:
+        """The schedule of a step. Slices count as microbatches; forwards alone run whole microbatches."""
+        schedule = self._context.schedule
+        if is_forward:
+            return _select_forwards(resize(schedule, num_microbatches))
+        return slices_as_microbatches(resize(schedule, num_microbatches // schedule.num_slices))
 
     def _policy(self, is_uniform: bool) -> str:
         """When sharded weights are gathered: see `with_shards`."""
@@ -119,9 +130,8 @@ class ExecutorCache:
 
     def _order(self, is_forward: bool, num_microbatches: int, policy: str) -> list[Collective]:
         """The collectives of a Program, computed without its messages, which do not change them."""
-        schedule = resize(self._context.schedule, num_microbatches)
-        selected = _select_forwards(schedule) if is_forward else schedule
-        rows = with_shards(selected, policy, self._context.options.gradients)
+        schedule = self._schedule_of(is_forward, num_microbatches)
+        rows = with_shards(schedule, policy, self._context.options.gradients)
         units = {stage: len(sharded.units) for stage, sharded in self._context.shards.items()}
         row = tuple(unpack(rows.row(self._context.rank)))
         return collectives(row, units, policy == "regather")
@@ -149,8 +159,9 @@ def find_edges(placement: Placement) -> set[tuple[int, int]]:
 
 
 def _select_forwards(schedule: Schedule) -> Schedule:
-    """The schedule's forwards in its own order."""
+    """The schedule's forwards in its own order; with slices, each microbatch where its first slice is."""
     rows: list[list[Action]] = [
-        [action for action in actions_of(row) if action.kind is Kind.F] for row in schedule.rows
+        [action._replace(slice=None) for action in actions_of(row) if action.kind is Kind.F and not action.slice]
+        for row in schedule.rows
     ]
-    return Schedule.of(schedule.problem, schedule.placement, rows, schedule.name)
+    return Schedule.of(replace(schedule.problem, num_slices=1), schedule.placement, rows, schedule.name)

@@ -14,6 +14,7 @@ from zeropipe.engine.backward.gradients import GradientStash
 from zeropipe.engine.mesh.cp_stage import ContextPart
 from zeropipe.engine.mesh.vocab_parallel import prepare_output, token_entropies, token_losses
 from zeropipe.engine.stages.contract import Targets, TokenLosses
+from zeropipe.engine.stages.slices import SLICE
 from zeropipe.engine.torch_private import autograd as torch_autograd
 from zeropipe.engine.torch_private import tensors as torch_tensors
 from zeropipe.errors import ConfigError
@@ -150,6 +151,7 @@ def call_on_output(function: Any, output: Any, microbatch: Mapping[str, Any], pa
     a `part` of the tokens: a function with `takes_parts = True` gets these, and the part as a third argument.
     """
     output = prepare_output(function, output)
+    part = microbatch.get(SLICE, part)
     if part is None:
         return function(output, microbatch)
     if takes_parts(function):

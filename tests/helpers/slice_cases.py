@@ -1,0 +1,76 @@
+"""What the local ranks run in test_slices.py: slices of sequences beside the same model in one process."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from context_cases import Mean, _for_plain, tokens
+from engine_helpers import hf_plain_step
+from mesh_cases import compare_update, hf_difference, mesh_of
+from tensor_cases import config_of
+
+from zeropipe.core.mesh import DATA_DIMENSIONS
+from zeropipe.core.schedule import Schedule
+from zeropipe.engine import CausalLMLoss, Engine, hf_model, hf_stages, parallelize
+from zeropipe.errors import ConfigError
+
+
+def train_in_slices(
+    schedule: Schedule, sizes: dict[str, int], kind: str, changes: dict[str, Any], batches: dict[str, Any],
+    options: dict[str, Any], steps: int = 2,
+) -> dict[str, float]:  # fmt: skip
+    """AdamW steps with clipping beside one process; the largest differences."""
+    config, mesh, loss_fn = config_of(kind, **changes), mesh_of(sizes), CausalLMLoss()
+    plain = hf_model(config)
+    stages = hf_stages(config, schedule, mesh["pp"].get_local_rank())
+    if len(sizes) > 1:
+        parallelize(stages, mesh)
+    pipelines = math.prod(size for name, size in sizes.items() if name in DATA_DIMENSIONS)
+    mine = 0
+    for name in DATA_DIMENSIONS:
+        mine = mine * sizes.get(name, 1) + (mesh[name].get_local_rank() if name in sizes else 0)
+    seen = {"loss": 0.0, "grad": 0.0, "norm": 0.0, "weight": 0.0, "eval": 0.0}
+    with Engine(schedule, stages, mesh=mesh, **options) as engine:
+        ours, theirs = (
+            torch.optim.AdamW(p, lr=0.01, foreach=False) for p in (engine.parameters(), list(plain.parameters()))
+        )
+        for step in range(steps):
+            everybodys = [tokens(schedule.num_microbatches, 10 * step + i, **batches) for i in range(pipelines)]
+            data, every = everybodys[mine], [batch for some in everybodys for batch in some]
+            evaluated = engine.eval_step(data, loss_fn).loss
+            wanted = hf_plain_step(plain, [_for_plain(batch) for batch in every], loss_fn)
+            seen["eval"] = max(seen["eval"], abs(evaluated - wanted) / wanted)
+            seen["loss"] = max(seen["loss"], abs(engine.train_step(data, loss_fn).loss - wanted) / wanted)
+            compare_update(seen, engine, plain, (ours, theirs), partial(hf_difference, stages, plain))
+        for stage in stages.values():
+            assert not stage.slices._kept  # nothing is kept after a step
+    return seen
+
+
+def refusal_of(schedule: Schedule, options: dict[str, Any]) -> str:
+    """The error of an engine with these options."""
+    with pytest.raises(ConfigError) as caught:
+        Engine(schedule, hf_stages(config_of("llama"), schedule, 0), **options)
+    return str(caught.value)
+
+
+def refusals_of_steps(schedule: Schedule) -> dict[str, str]:
+    """The errors of steps that an engine with slices cannot run."""
+    data, found = tokens(schedule.num_microbatches, 0), {}
+    with Engine(schedule, hf_stages(config_of("llama"), schedule, 0)) as engine:
+        short = [{name: x[..., :3] for name, x in batch.items()} for batch in data]
+        calls = {
+            "loss": lambda: engine.train_step(data, Mean()),
+            "short": lambda: engine.train_step(short, CausalLMLoss()),
+            "run": lambda: engine.run(data, lambda *_: None),
+        }
+        for name, call in calls.items():
+            with pytest.raises(ConfigError) as caught:
+                call()
+            found[name] = str(caught.value)
+        assert engine.train_step(data, CausalLMLoss()).count > 0
+    return found
