@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from zeropipe.engine.stages.hf import HFStage
-from zeropipe.engine.stages.slices import Kept, Slice, StageSlices
+from zeropipe.engine.stages.slices import KeptKeys, Slice, StageSlices
 from zeropipe.engine.transformers_private import attention_function, split_attention
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -52,7 +52,7 @@ class _KeepKeys(torch.autograd.Function):
     """Of the keys and values of a slice, those of all tokens up to its end."""
 
     @staticmethod
-    def forward(ctx: Any, kept: Kept, part: Slice, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, kept: KeptKeys, part: Slice, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.kept, ctx.part = kept, part
         return kept.add(tensors, part)
 

@@ -59,7 +59,7 @@ def cut_microbatches(microbatches: Sequence[Microbatch], shares: Sequence[float]
     return cut
 
 
-class Kept:
+class KeptKeys:
     """The keys and values of one layer and microbatch, of all slices so far, and sums of their gradients."""
 
     def __init__(self) -> None:
@@ -102,8 +102,8 @@ class StageSlices:
 
     def __init__(self, rotary: Sequence[nn.Module]) -> None:
         self._rotary = rotary
-        self._kept: dict[int, dict[nn.Module, Kept]] = {}  # by microbatch and attention module
-        self._current: tuple[Slice, dict[nn.Module, Kept]] | None = None
+        self._kept: dict[int, dict[nn.Module, KeptKeys]] = {}  # by microbatch and attention module
+        self._current: tuple[Slice, dict[nn.Module, KeptKeys]] | None = None
 
     def clear(self) -> None:
         """Release what a step has kept that did not end."""
@@ -120,12 +120,12 @@ class StageSlices:
             if backward and part.index == 0:
                 self._kept.pop(microbatch, None)
 
-    def of(self, module: nn.Module) -> tuple[Slice, Kept] | None:
+    def of(self, module: nn.Module) -> tuple[Slice, KeptKeys] | None:
         """The slice that runs, and what an attention module has kept; None for whole rows."""
         if self._current is None or self._current[0].is_whole:
             return None
         part, kept = self._current
-        return part, kept.setdefault(module, Kept())
+        return part, kept.setdefault(module, KeptKeys())
 
     def pick(self, inputs: Mapping[str, Any], part: Slice | None) -> dict[str, Any]:
         """The inputs of HFStage.forward for a slice, of those for whole rows; None: for whole rows."""
