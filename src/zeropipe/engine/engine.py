@@ -36,9 +36,9 @@ from zeropipe.engine.head.passes import PLAIN, compiled_passes
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh.reduce_limit import ReduceLimit
 from zeropipe.engine.mesh.sharded_stage import ShardedStage, is_sharded
+from zeropipe.engine.mesh.slice_check import prepare_slices
 from zeropipe.engine.options import Options, require_switch
 from zeropipe.engine.stages.contract import Microbatch, StageInfo
-from zeropipe.engine.stages.slice_check import prepare_slices
 from zeropipe.engine.stages.slices import cut_microbatches
 from zeropipe.engine.step import equal
 from zeropipe.engine.step.agreement import AgreedStep, StepRequest, agree_on_step, hash_state
@@ -166,7 +166,8 @@ class Engine:
         comm.exchange(None)  # no rank begins a step, or fails in one, while others connect
 
     def _prepare(self) -> None:
-        prepare_slices(self.schedule, [info.module for info in self._infos.values()], self.options)
+        modules = [info.module for info in self._infos.values()]
+        prepare_slices(self.schedule, modules, self.options.slice_sizes, self.options.compile)
         for stage in self._infos.values():
             self._splitter.prepare(stage.number, stage.module)
             if stage.blocks is not None:

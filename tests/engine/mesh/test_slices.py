@@ -16,8 +16,8 @@ from engine_helpers import TOLERANCE, largest, ranks
 from family_models import tiny
 
 import zeropipe as zp
+from zeropipe.engine.mesh.slice_check import find_difference
 from zeropipe.engine.stages.skeleton import build_on_meta
-from zeropipe.engine.stages.slice_check import find_difference
 from zeropipe.engine.stages.verify import find_family
 
 FAMILIES = ("gpt_oss", "deepseek_v3", "gemma2")

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.slices import parse_shares
 from zeropipe.engine.mesh.cp_check import list_batches, part_name, run_watched, sees_later_tokens, small_logits
-from zeropipe.engine.options import Options
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.slice_attention import slice_stage
 from zeropipe.engine.stages.slices import SLICE, Slice
@@ -38,14 +38,16 @@ _cache: dict[str, str | None] = {}  # config, as JSON -> the reason why sequence
 Batch = dict[str, Any]
 
 
-def prepare_slices(schedule: Schedule, stages: Sequence[nn.Module], options: Options) -> None:
+def prepare_slices(
+    schedule: Schedule, stages: Sequence[nn.Module], sizes: tuple[float, ...] | None, compile: bool
+) -> None:
     """Let stages run a schedule's slices; ConfigError for what cannot."""
     if schedule.num_slices == 1:
-        if options.slice_sizes is not None:
-            raise ConfigError(f"slice_sizes={options.slice_sizes}: the schedule {schedule.name} has no slices")
+        if sizes is not None:
+            raise ConfigError(f"slice_sizes={sizes}: the schedule {schedule.name} has no slices")
         return
-    options.shares(schedule.num_slices)
-    if options.compile:
+    parse_shares(sizes, schedule.num_slices)
+    if compile:
         raise ConfigError(f"compile=True: slices of {schedule.name} do not run compiled; leave out one of them")
     for stage in stages:
         if not isinstance(stage, HFStage):
