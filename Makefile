@@ -39,7 +39,8 @@ NEWEST := .venv-newest/bin
 test-newest:
 	test -x $(NEWEST)/python || $(PYTHON) -m venv .venv-newest
 	$(NEWEST)/pip install --quiet --disable-pip-version-check --upgrade torch transformers -e '.[dev]'
-	$(NEWEST)/python -m pytest -q -n $(JOBS) --dist loadfile tests/engine tests/pipelining tests/train; \
+	$(NEWEST)/python -m pytest -q -n $(JOBS) --dist loadfile tests/engine tests/pipelining tests/train && \
+		$(NEWEST)/python -m pytest -q -n $(JOBS) -m full tests/engine/stages/test_models_table.py; \
 		status=$$?; $(NEWEST)/python tests/helpers/newest.py && exit $$status
 
 # Our schedules in other people's trainers: each has a virtual environment of its own, made from PyPI.

@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 
 import fault_cases as cases
 from engine_helpers import TOLERANCE, ranks
+from full_marker import mark_rest_full
 from struck_jobs import free_port
 
 import zeropipe as zp
@@ -321,7 +322,7 @@ def test_an_error_names_its_rank_and_its_place_in_every_phase(phase):
         assert found[0] == tuple(CAT.split(": "))
 
 
-@pytest.mark.parametrize("phase", cases.PHASES)
+@pytest.mark.parametrize("phase", mark_rest_full(cases.PHASES, ["loss", "norm", "between", "control", "set-up"]))
 def test_a_rank_that_dies_is_named_in_every_phase(phase):
     timeout = 6.0 if phase == "control" else 60.0  # before they are connected nobody can see it
     found = outcomes(cases.struck, zp.build("zbv", ranks=3, microbatches=3), phase, "kill", 0, timeout, number=3)
