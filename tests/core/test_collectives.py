@@ -89,7 +89,10 @@ def test_keeping_weights_would_not_agree_on_a_mirrored_placement():
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if len(built(name, 2).placement.copies) == 1])
+SINGLE = [name for name in NAMES if len(built(name, 2).placement.copies) == 1]
+
+
+@pytest.mark.parametrize("name", mark_rest_full(SINGLE, SINGLE[::2]))
 def test_keeping_weights_agrees_for_any_number_where_each_stage_has_one_copy(name):
     """Pipelines in torch's interface, which without a mesh do not know each other's numbers, rely on it."""
     for schedule in (built(name, 2), built(name, 4)):

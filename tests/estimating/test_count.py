@@ -111,8 +111,13 @@ def test_every_name_that_is_counted_says_how_many_parameters():
     "config",
     [
         {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 96},
-        {"model_type": "llama4_text", **SMALL, "num_local_experts": 4, "intermediate_size_mlp": 384},
-        pytest.param({"model_type": "gemma2", **SMALL}, marks=pytest.mark.full),
+        *(
+            pytest.param(config, marks=pytest.mark.full)
+            for config in (
+                {"model_type": "llama4_text", **SMALL, "num_local_experts": 4, "intermediate_size_mlp": 384},
+                {"model_type": "gemma2", **SMALL},
+            )
+        ),
     ],
     ids=lambda config: config["model_type"],
 )

@@ -5,6 +5,7 @@ import json
 import random
 
 import pytest
+from full_marker import mark_rest_full
 from test_estimate import CODE, NEEDED, transformers_model
 
 from zeropipe.errors import ConfigError
@@ -133,7 +134,10 @@ def around(kind, **fields):
     return transformers.AutoConfig.for_model(kind, **json.loads(json.dumps(fields)))
 
 
-@pytest.mark.parametrize("kind", (*families.TIED_BY_DEFAULT, *families.UNTIED_BY_DEFAULT, *families.TIED_BY_EITHER))
+AROUND = (*families.TIED_BY_DEFAULT, *families.UNTIED_BY_DEFAULT, *families.TIED_BY_EITHER)
+
+
+@pytest.mark.parametrize("kind", mark_rest_full(AROUND, AROUND[::2]))
 def test_models_around_say_whether_their_head_is_tied(kind):
     text = around(kind).text_config.model_type
     for outer, inner in itertools.product((None, True, False), repeat=2):

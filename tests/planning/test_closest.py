@@ -13,6 +13,10 @@ from zeropipe.planning.task import PlanTask
 LARGE = {"gpus": 8, "batch": 64, "search_seconds": 0, "workers": 1}
 
 
+def full(*values):
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 @pytest.fixture(scope="module")
 def nothing():
     return zp.plan("llama-3-70b", **LARGE)
@@ -48,8 +52,8 @@ def test_every_way_out_is_a_plan_that_fits(nothing):
 @pytest.mark.parametrize(
     "wish,change",
     [
-        ({"ac": "none"}, {"ac": "full"}), ({"microbatch_sizes": [16]}, {"microbatch_sizes": 1}),
-        ({"pp": 4, "sequence": 16384}, {"pp": 1}), ({"tp": 1, "sequence": 16384}, {"tp": 4}),
+        ({"ac": "none"}, {"ac": "full"}), full({"microbatch_sizes": [16]}, {"microbatch_sizes": 1}),
+        full({"pp": 4, "sequence": 16384}, {"pp": 1}), ({"tp": 1, "sequence": 16384}, {"tp": 4}),
         ({"pp": 4, "tp": 1, "schedules": "gpipe", "memory": 26.7e9}, {"schedules": "1f1b"}),
         ({"dtype": "float32", "sequence": 32768, "sequence_parallel": False, "memory": 35e9}, {"dtype": "bf16"}),
     ],

@@ -35,9 +35,9 @@ def test_train_takes_every_name_of_the_planner(name, tmp_path, run):
 def test_a_name_of_the_planner_is_trained(tmp_path):
     tables = {"model": {"weights": "random", "dtype": "float32", "num_layers": 2, "vocabulary": 64}}
     config = run_config(
-        tmp_path, "Gemma-3-1B", mesh={"pp": 2}, train={"steps": 1}, checkpoint={"export": False}, **tables
+        tmp_path, "Qwen3-0.6B", mesh={"pp": 2}, train={"steps": 1}, checkpoint={"export": False}, **tables
     )
-    assert load_model_config(config)["model_type"] == "gemma3_text"
+    assert load_model_config(config)["model_type"] == "qwen3"
     assert train_on(config).steps == 1
 
 

@@ -23,10 +23,9 @@ def full(*values):
 @pytest.mark.parametrize(
     "name, options",
     [
-        ("chimera", {}),
         ("zbv", {}),
         ("dualpipe", {"record": True, "dynamic_weights": True}),
-        *(full(name, {}) for name in zp.names() if name not in ("chimera", "zbv")),
+        *(full(name, {}) for name in zp.names() if name != "zbv"),
         full("dualpipe", {"split": "whole"}),
         full("dualpipe", {"ac": "full"}),
         full("zbv", {"record": True, "dynamic_weights": True}),
