@@ -15,6 +15,7 @@ pytest.importorskip("peft")
 
 import memory_cases as cases
 from engine_helpers import ranks
+from full_marker import mark_rest_full
 
 import zeropipe as zp
 from zeropipe.core.action import actions_of
@@ -100,7 +101,9 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "seed", "ac", "sequence", "packing", "keys"), PARTS)
+@pytest.mark.parametrize(
+    ("sizes", "seed", "ac", "sequence", "packing", "keys"), mark_rest_full(PARTS, lambda it: it in (PARTS[1], PARTS[6]))
+)
 def test_memory_of_parts_of_sequences(sizes, seed, ac, sequence, packing, keys, tmp_path, worst):
     fields = {"model_type": "llama", **cases.MODEL, "num_key_value_heads": keys}
     (tmp_path / "config.json").write_text(json.dumps(fields))

@@ -46,7 +46,7 @@ LLAMA, MOE = "llama", "qwen3_moe"
 OPTIONS: list[Any] = [
     full("zbv", SHARDED, LLAMA, {}, {}, "rolling", False),
     full("interleaved", SHARDED, LLAMA, {"ac": "full"}, {}, "rolling:1", False),
-    ("1f1b", SHARDED, LLAMA, {"direct_gradients": True, "fused_head": False}, {}, "rolling", False),
+    full("1f1b", SHARDED, LLAMA, {"direct_gradients": True, "fused_head": False}, {}, "rolling", False),
     full("zb-h1", SHARDED, LLAMA, {"regather": True}, {}, "rolling", False),
     ("1f1b", SHARDED, LLAMA, {}, {"offload": True}, "rolling", False),
     ("1f1b", SHARDED, LLAMA, {}, {}, "rolling", True),
