@@ -86,7 +86,8 @@ class Meter:
         self._known |= {tensor.untyped_storage()._cdata for one in data for tensor in one.values()}
         self._largest_total = 0  # of all live storages, at the peak
         self._peak: dict[str, float] | None = None  # of the action that runs, if that is the peak of the step
-        self._most_gathered = 0
+        self._most_gathered = self._most_gradients = 0
+        self._rolls = engine.options.gradients != "whole"  # gradients are whole within actions only
         self.items: dict[str, float] = {}  # at the peak
         self.largest: dict[str, float] = {}  # of each item, at any time between actions
 
@@ -117,13 +118,23 @@ class Meter:
         other = now["activations"] = now.pop("other")
         self.largest = {name: max(size, self.largest.get(name, 0.0)) for name, size in now.items()}
         self.largest["weights"] = max(self.largest["weights"], sum(self._shards.values()) + self._most_gathered)
+        self.largest["gradients"] = max(self.largest["gradients"], self._most_gradients)
         return other
+
+    def _count_gradients(self) -> int:
+        """The bytes of gradients now."""
+        found = _sizes(_local(p.grad) for p in self._parameters if p.grad is not None)
+        for unit in self._units:
+            found |= {storage._cdata: storage.nbytes() for storage in fsdp_private.gradient_storages(unit)}
+        return sum(found.values())
 
     def _on_result(self) -> None:
         if self._peak is None:
             return
         weights = sum(storage.nbytes() for unit in self._units for storage in fsdp_private.weight_storages(unit))
         self._most_gathered = max(self._most_gathered, weights)
+        if self._rolls:
+            self._most_gradients = max(self._most_gradients, self._count_gradients())
         if self.live.total + weights > self._largest_total:
             self._largest_total, self._peak = self.live.total + weights, self.measure()
 

@@ -26,6 +26,7 @@ from zeropipe.train.preview import preview
 
 LIMIT = 0.10
 REGATHERED_LIMIT = 0.15  # of a peak in which units are gathered and reduced one by one
+ROLLING_LIMIT = 0.20  # of gradients: on a CPU a unit is reduced at once, and not while those of the next are computed
 COMMON = {4: (24, 40, 44)}  # seeds for `make test`, by the number of processes
 NUM_LAYOUTS = int(os.environ.get("ZEROPIPE_LAYOUTS", "300"))
 
@@ -60,6 +61,8 @@ def without_overlaps(schedule):
 def check(config, number, worst, measure=cases.measure_step):
     predicted = preview_on_cpu(config).ranks
     limits = dict.fromkeys(("peak", *cases.ITEMS), LIMIT)
+    if config.engine.gradients != "whole":
+        limits["gradients"] = ROLLING_LIMIT
     if config.engine.shards == "regather":
         limits |= {"peak": REGATHERED_LIMIT, "workspace": REGATHERED_LIMIT}
     for measured in ranks(number).run(measure, config, timeout=600):
@@ -86,6 +89,30 @@ def test_memory_of_16_bit_shards_without_master_weights(model, worst):
         "optimizer": drawn.optimizer.model_copy(update={"master_weights": False}),
     })  # fmt: skip
     check(config, 2, worst)
+
+
+ROLLING = [
+    # sizes, schedule, gradients, ac
+    ({"dp_shard": 2}, "1f1b", "rolling", "none"),
+    ({"pp": 2, "dp_shard": 2}, "zb-h1", "rolling", "full"),
+    pytest.param({"pp": 2, "dp_shard": 2}, "interleaved", "rolling:1", "none", marks=pytest.mark.full),
+    pytest.param({"pp": 2, "dp_shard": 2}, "zbv", "rolling", "none", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("sizes", "schedule", "gradients", "ac"), ROLLING, ids=str)
+def test_memory_of_rolling_gradients(sizes, schedule, gradients, ac, tmp_path, worst):
+    """Of a model whose blocks are most of it."""
+    config = {"model_type": "llama", **cases.MODEL, "num_hidden_layers": 12}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    drawn = cases.divide(cases.draw(7, 2, str(tmp_path)), sizes)
+    runs = [drawn.model_copy(update={
+        "schedule": drawn.schedule.model_copy(update={"name": schedule}),
+        "engine": drawn.engine.model_copy(update={"ac": ac, "shards": "keep", "gradients": policy}),
+    }) for policy in ("whole", gradients)]  # fmt: skip
+    whole, rolling = ([rank.memory["gradients"] for rank in preview(config).ranks] for config in runs)
+    assert max(map(float.__truediv__, rolling, whole)) < 0.85
+    check(runs[1], prod(sizes.values()), worst)
 
 
 PARTS = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -61,9 +61,10 @@ class Command(click.Command):
             if group != SINGLE_COSTS:
                 _write_group(ctx, formatter, group or "Options", params)
         if SINGLE_COSTS in groups:
-            names = " ".join(param.opts[0] for param in groups[SINGLE_COSTS])
+            names = [param.opts[0] for param in groups[SINGLE_COSTS]]
             with formatter.section(f"{SINGLE_COSTS}, which override --costs; see --help-costs"):
-                formatter.write_text(names)
+                for line in _fill(names, formatter.width - formatter.current_indent):
+                    formatter.write_text(line)
 
 
 class Group(click.Group):
@@ -99,3 +100,15 @@ def is_set(name: str) -> bool:
     """Whether an option of the running command is on the command line, rather than a default."""
     source = click.get_current_context().get_parameter_source(name)
     return source is click.core.ParameterSource.COMMANDLINE
+
+
+def _fill(words: Sequence[str], width: int) -> Iterator[str]:
+    """Lines of whole words: others would be divided at their hyphens."""
+    line = ""
+    for word in words:
+        if line and len(line) + 1 + len(word) > width:
+            yield line
+            line = ""
+        line = f"{line} {word}".lstrip()
+    if line:
+        yield line

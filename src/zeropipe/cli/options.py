@@ -232,6 +232,11 @@ COSTS: dict[str, tuple[Any, str]] = {
     "full_weights": (str, "Memory of gathered weights."),
     "gathered_weights": (str, "Memory of weights gathered at a time with regather; two units by default."),
     "full_gradients": (str, "Memory of gradients until they are reduced."),
+    "gradients": (
+        click.Choice(["whole", "rolling", "rolling:1", "rolling:2", "rolling:3"]),
+        "Reduce gradients once per step, after every microbatch, or when more than N stages of a rank have them.",
+    ),
+    "rolling_gradients": (str, "Memory of gradients while a B or W runs with rolling ones; three units by default."),
     "shard_bandwidth": (float, "Bytes per unit of time between the ranks of a shard group."),
     "units": (int, "FSDP units of a stage, which are gathered and reduced one by one."),
     "offload_size": (str, "Memory that an OFFLOAD copies to the host; activation by default."),

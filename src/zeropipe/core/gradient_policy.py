@@ -16,7 +16,8 @@ from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.schedule import Program
 from zeropipe.errors import ConfigError, ScheduleError, short
 
-REDUCES_AT_ONCE = 2  # units of a rank whose rolling gradients are reduced at the same time
+GRADIENTS = ("whole", "rolling", "rolling:1", "rolling:2", "rolling:3")  # those that matter to plans
+REDUCES_AT_ONCE = 1  # units of a rank whose rolling gradients are reduced while those of others are computed
 _ROLLING = re.compile(r"rolling(?::([1-9][0-9]{0,5}))?")
 
 

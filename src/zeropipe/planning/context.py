@@ -52,7 +52,7 @@ class PlanContext:
         layout = candidate.layout
         return self.costs.costs(
             counts, self.setting(candidate), ac=candidate.ac, placement=placement, shards=layout.num_shards,
-            gather=candidate.shards if gathers and layout.num_shards > 1 else None,
+            gather=candidate.shards if gathers and layout.num_shards > 1 else None, gradients=candidate.gradients,
             shard_link=layout.shard_link(self.costs, self.gpus_per_node),
             node_size=layout.node_size(self.gpus_per_node),
             memory_limit=self.memory_limit if isfinite(self.memory_limit) else None, turns=candidate.turns,

@@ -31,6 +31,7 @@ class Candidate:
     ac: str
     cut: str  # "even" or "balanced" layers
     shards: str = "keep"  # how sharded weights are gathered; plans keep them
+    gradients: str = "whole"  # when gradients of sharded stages are reduced
     turns: bool = True  # F and B of an Overlap take turns at exchanges of experts
 
     @property

@@ -33,6 +33,7 @@ class Simulation:
     resident_costs: Costs  # full weights and gradients are resident all the time
     pipeline: Timeline  # with `resident_costs`
     timeline: Timeline  # with gathers and reductions
+    costs: Costs | None  # of gathers and reductions; None if stages are not sharded
 
     def held(self, rank: int) -> Held:
         """The parameters of a rank."""
@@ -51,8 +52,10 @@ def simulate_candidate(
     context = context.for_schedule(schedule)
     resident_costs = context.stage_costs(candidate, counts, schedule.placement, gathers=False)
     pipeline = timeline = simulate(schedule, resident_costs)
+    costs = None
     if candidate.layout.num_shards > 1:
-        timeline = simulate(schedule, context.stage_costs(candidate, counts, schedule.placement))
+        costs = context.stage_costs(candidate, counts, schedule.placement)
+        timeline = simulate(schedule, costs)
     stages = context.costs.stage_layers(counts, context.setting(candidate), candidate.ac)
     held = [[layer.parameters for layer in stage] for stage in stages]
     learned = [[layer.num_trained for layer in stage] for stage in stages]
@@ -62,7 +65,7 @@ def simulate_candidate(
         for each in (held, learned, divided)
     )
     return Simulation(
-        candidate, tuple(counts), stages, parameters, trained, experts, resident_costs, pipeline, timeline
+        candidate, tuple(counts), stages, parameters, trained, experts, resident_costs, pipeline, timeline, costs
     )
 
 
@@ -187,7 +190,7 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMe
     optimizer = state.optimizer_bytes(held, shards)
     gradients = state.sum_bytes(held, shards)
     if shards.rest > 1:
-        gradients += _full_gradients(run.timeline, rank, at)
+        gradients += _full_gradients(run, rank, at)
     weights = peak - activations - workspace - optimizer - gradients
     return RankMemory(weights, gradients, optimizer, activations, workspace)
 
@@ -208,10 +211,15 @@ def _levels(timeline: Timeline, rank: int) -> list[float]:
     return list(memoryview(timeline.memory.during).cast("d")[begin:end])
 
 
-def _full_gradients(timeline: Timeline, rank: int, at: int) -> float:
+def _full_gradients(run: Simulation, rank: int, at: int) -> float:
     """Bytes of full gradients during action `at` of a rank with sharded stages: begun, and not reduced yet."""
+    timeline, costs = run.timeline, run.costs
     packed, sharding = timeline.schedule.packed, timeline.sharding
+    assert costs is not None
     assert sharding is not None
+    if costs.gradients != "whole":
+        without = replace(costs, full_gradients=0.0, rolling_gradients=0.0)
+        return _levels(timeline, rank)[at] - _levels(simulate(timeline.schedule, without), rank)[at]
     begin, event = packed.offsets[rank], sharding.packed.offsets[rank]
     begun = {stage_of(code) for code in packed.row(rank)[: at + 1] if kind_of(code) in (B, W)}
     start, sizes = memoryview(timeline.start).cast("d")[begin + at], memoryview(sharding.size).cast("d")

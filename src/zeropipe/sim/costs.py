@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from warnings import warn
 
 from zeropipe.core.action import Kind
+from zeropipe.core.gradient_policy import GRADIENTS, REDUCES_AT_ONCE, GradientPolicy
 from zeropipe.core.phases import StagePhases
 from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.shard_actions import require_policy
@@ -127,6 +128,8 @@ class Costs:
     weights are in memory from UNSHARD to RESHARD, the full gradients from the first gradient to the end of REDUCE_GRAD.
     A stage is gathered and reduced in `units` of equal size: F starts with the first of them, and within the last W
     each is reduced when it is complete. With "regather", `gathered_weights` are in memory, of two units by default.
+    `gradients` are reduced as in `lower`. With "rolling", `rolling_gradients` are in memory while a B or W runs, and a
+    rank computes no more gradients while more than two of its units are being reduced.
 
     An OFFLOAD copies `offload_size` to the host, on one lane per rank; a RELOAD copies it back on another one. Memory
     falls when the OFFLOAD has ended and rises at the RELOAD.
@@ -180,6 +183,16 @@ class Costs:
         "per stage", None, "Memory of the weights gathered at a time with regather; two units by default."
     )
     full_gradients: PerStage = _field("per stage", 0.0, "Memory of the gradients of a stage until they are reduced.")
+    gradients: str = _field(
+        "choice", "whole", "Gradients of sharded stages are reduced once per step (whole), after every microbatch "
+        "(rolling), or so often that at most N stages of a rank have whole ones (rolling:N).",
+        choices=GRADIENTS,
+    )  # fmt: skip
+    rolling_gradients: PerStage | None = _field(
+        "per stage",
+        None,
+        "Memory of full gradients while a B or W runs with rolling gradients; three units by default.",
+    )
     shard_bandwidth: float | None = _field(
         "bandwidth", None, "Bytes per unit of time between ranks that share stages; no limit by default."
     )
@@ -234,6 +247,7 @@ class Costs:
             raise ConfigError("inter_node is set without node_size: set the ranks per machine, like node_size=8")
         if self.shards is not None:
             require_policy(self.shards)
+            GradientPolicy.parse(self.gradients)
         elif changed := [name for name in SHARD_FIELDS if getattr(self, name) != COST_FIELDS[name].default]:
             raise ConfigError(f"{changed[0]} is set for unsharded stages: set shards='keep' or 'regather'")
 
@@ -316,6 +330,9 @@ class Costs:
             if name == "reload_time" and self.reload_bandwidth is not None:
                 bandwidth = self.reload_bandwidth
             return [size / bandwidth if bandwidth else 0.0 for size in self.column("offload_size", num_stages)]
+        if name == "rolling_gradients":
+            units = min(1 + REDUCES_AT_ONCE, self.units) / self.units
+            return [units * size for size in self.column("full_gradients", num_stages)]
         if name == "gathered_weights":
             return [min(2, self.units) / self.units * size for size in self.column("full_weights", num_stages)]
         return self.column("workspace" if name == "i_workspace" else "activation", num_stages)  # stash, offload_size
@@ -383,9 +400,9 @@ PHASE_FIELDS = ("phases", "exchange_bandwidth", "sm_tax")
 SLICE_FIELDS = ("slice_sizes", "f_attention", "i_attention", "keys", "key_gradients")
 _ROUNDING = 1e-9  # of sums
 WORKSPACES = ("f_workspace", "workspace", "i_workspace")  # of the action that runs: stages on one rank share it
-SHARD_COLUMNS = ("unshard", "reduce", "full_weights", "gathered_weights", "full_gradients")
+SHARD_COLUMNS = ("unshard", "reduce", "full_weights", "gathered_weights", "full_gradients", "rolling_gradients")
 OFFLOAD_COLUMNS = ("offload_time", "reload_time", "offload_size")
-SHARD_FIELDS = (*SHARD_COLUMNS, "shard_bandwidth", "units")
+SHARD_FIELDS = (*SHARD_COLUMNS, "gradients", "shard_bandwidth", "units")
 TIME_FIELDS = ("f", "i", "w", "b", "overlap")
 
 

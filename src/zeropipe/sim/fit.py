@@ -10,6 +10,10 @@ from typing import Any
 
 from zeropipe.core.action import Kind
 from zeropipe.core.explain import find_reasons, idle_times
+from zeropipe.core.gradient_policy import GRADIENTS, REDUCES_AT_ONCE
+from zeropipe.core.packed import decode
+from zeropipe.core.schedule import Schedule
+from zeropipe.core.shard_actions import with_shards
 from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.timeline import Span, Timeline
 from zeropipe.errors import ConfigError
@@ -146,7 +150,7 @@ def _fit_sharding(
     for rank in range(timeline.num_ranks):
         begin, stop = sharding.packed.offsets[rank : rank + 2]
         gathers = Counter[int]()
-        last_end = _last_gradient_ends(timeline, rank, durations)
+        gradients = _gradient_ends(timeline, rank, durations)
         event_sizes = memoryview(sharding.size).cast("d")[begin:stop]
         for ((stage, kind, *_), start, end), size in zip(sharding.events(rank), event_sizes, strict=True):
             sizes[kind][stage] = size
@@ -155,7 +159,8 @@ def _fit_sharding(
                 fastest[stage] = min(fastest[stage], end - start)
                 gathers[stage] += 1
             else:
-                reduces[stage].append(_reduce_time(start, end, last_end.get(stage, start), sharding.units))
+                computed = [last for first, last in gradients[stage] if first < start]
+                reduces[stage].append(_reduce_time(start, end, max(computed, default=start), sharding.units))
         max_gathers = max(max_gathers, *gathers.values(), 0)
     gather_sizes = sizes[Kind.UNSHARD]
     unshard = [size / max_rate for size in gather_sizes] if max_rate else [0.0 if t == inf else t for t in fastest]
@@ -163,23 +168,42 @@ def _fit_sharding(
         "shards": "regather" if max_gathers > 1 else "keep", "units": sharding.units,
         "unshard": unshard, "reduce": [median(reduces[stage] or [0.0]) for stage in range(num_stages)],
         "full_weights": gather_sizes, "full_gradients": sizes[Kind.REDUCE_GRAD],
+        "gradients": _find_policy(timeline.schedule, sharding),
     }  # fmt: skip
 
 
-def _last_gradient_ends(
-    timeline: Timeline, rank: int, durations: dict[tuple[Kind, int], list[float]]
-) -> dict[int, float]:
-    """When the last gradients of each stage on a rank are computed.
+def _find_policy(schedule: Schedule, sharding: Sharding) -> str:
+    """The policy of gradients that gives a Program with the reduces of `sharding`; "whole" if there is none."""
+    ranks = range(schedule.num_ranks)
+    found = [[a for a, _, _ in sharding.events(rank) if a.kind is Kind.REDUCE_GRAD] for rank in ranks]
+    if max(map(len, found)) <= schedule.num_stages:
+        return "whole"
+    for policy in GRADIENTS:
+        try:
+            program = with_shards(schedule, "keep", policy)
+        except ConfigError:  # a W in parts
+            continue
+        rows = ([decode(code) for code in program.row(rank)] for rank in ranks)
+        if found == [[a for a in row if a.kind is Kind.REDUCE_GRAD] for row in rows]:
+            return policy
+    return "whole"
 
-    The last B or W of a measured run may include a wait for the reduce: it is taken to last as long as the others.
+
+def _gradient_ends(
+    timeline: Timeline, rank: int, durations: dict[tuple[Kind, int], list[float]]
+) -> dict[int, list[tuple[float, float]]]:
+    """When the gradients of each stage on a rank begin, and when they are computed.
+
+    A B or W of a measured run may include a wait for the reduce: it is taken to last as long as the others.
     """
-    ends: dict[int, float] = {}
+    ends: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for step in timeline.steps(rank):
         for span in step:
             kind, stage = span.action.kind, span.action.stage
             if kind in (Kind.B, Kind.W):
                 typical = _mean(durations.get((kind, stage), ())) or inf
-                ends[stage] = min(span.end, span.start + typical) if len(step) == 1 else span.end
+                end = min(span.end, span.start + typical) if len(step) == 1 else span.end
+                ends[stage].append((span.start, end))
     return ends
 
 
@@ -240,9 +264,12 @@ def _full_memory_at_end(timeline: Timeline, rank: int) -> float:
     sizes = memoryview(sharding.size).cast("d")[begin:stop]
     *_, last = timeline.spans(rank)
     weights, num_gathers, gradients = 0.0, 0, 0.0
+    units = sharding.units
+    if _find_policy(timeline.schedule, sharding) == "rolling":
+        units = min(1 + REDUCES_AT_ONCE, units)
     for (action, _, end), size in zip(sharding.events(rank), sizes, strict=True):
         if action.kind is Kind.REDUCE_GRAD:
-            gradients += size if end > last.start else 0.0
+            gradients += size * units / sharding.units if end > last.start else 0.0
         elif action.stage == last.action.stage and last.action.kind is not Kind.W:  # its RESHARD follows
             weights, num_gathers = size, num_gathers + 1
     if num_gathers > 1:  # regathered: a measured level is the one after RESHARD

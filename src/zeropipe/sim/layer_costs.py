@@ -9,6 +9,7 @@ from math import gcd, inf
 from typing import Any, Literal, NamedTuple
 
 from zeropipe.core.action import Kind
+from zeropipe.core.gradient_policy import REDUCES_AT_ONCE
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.model.head import adds_in_forward
 from zeropipe.core.model.layers import layer_counts, layer_ranges, require_layer_counts
@@ -369,6 +370,7 @@ class LayerCosts:
         placement: Placement | None = None,
         shards: int = 1,
         gather: str | None = None,
+        gradients: str = "whole",
         shard_link: Link = SAME_LINK,
         node_size: int | None = None,
         memory_limit: float | None = None,
@@ -378,9 +380,9 @@ class LayerCosts:
 
         Stages on one rank of `placement` (by default each has its own) share a tied weight. `shards` is
         the size of `dp_shard`. With `gather` ("keep" or "regather"), gathers and reductions use `shard_link` and are
-        simulated; without it, full weights and gradients are resident all the time. `node_size` is the number of
-        pipeline ranks per machine. With divided experts, F and B of an Overlap take `turns`, so that exchanges are
-        hidden behind computations.
+        simulated, reductions where `gradients` says, as in `lower`; without it, full weights and gradients are resident
+        all the time. `node_size` is the number of pipeline ranks per machine. With divided experts, F and B of an
+        Overlap take `turns`, so that exchanges are hidden behind computations.
         """
         require_positive_integers(shards=shards)
         chosen = self.price_exchanges(setting or self.settings[0])
@@ -402,7 +404,9 @@ class LayerCosts:
         weights = [resident(numbers, sizes) for numbers in split]
         forward, backward = self._message_overheads(range(len(stages)) if placement is None else placement.copies[0])
         blocks = [[chosen.kinds[kind].held for kind, n in stage if n is not None] for stage in self.stage_kinds(counts)]
-        more: dict[str, Any] = {} if gather is None else self._sharding(split, blocks, gather, sizes, shard_link)
+        more: dict[str, Any] = (
+            {} if gather is None else self._sharding(split, blocks, gather, sizes, shard_link, gradients)
+        )
         if turns and chosen.ep > 1:
             more |= {"phases": self._phases(counts, stages), "sm_tax": SM_TAX}
         if "phases" not in more:
@@ -461,12 +465,13 @@ class LayerCosts:
         ]  # fmt: skip
 
     def _sharding(
-        self, split: list[Held], blocks: list[list[Held]], gather: str, shards: Shards, link: Link
+        self, split: list[Held], blocks: list[list[Held]], gather: str, shards: Shards, link: Link, policy: str
     ) -> dict[str, Any]:
         """The fields of Costs for sharded stages, from the parameters of each and of its blocks.
 
         A gather or reduction moves all but a rank's own shard. While a stage runs with "regather", it has what is
-        outside of its `blocks`, one block, and the messages of this and of the next one.
+        outside of its `blocks`, one block, and the messages of this and of the next one. While a B or W runs with
+        rolling gradients, it has those of what is outside of the blocks, of one block, and of those being reduced.
         """
         state = self.state
         bandwidths = [link.bandwidth * n / (n - 1) if link.bandwidth and n > 1 else None for n in shards]
@@ -483,15 +488,25 @@ class LayerCosts:
                 size - sum(own) + min(3, 2 * len(own)) * max(own, default=0)
                 for size, own in zip(full, sizes, strict=True)
             ],
-            "full_gradients": [  # beside the shards of the sum
-                sum(size * (1 - 1 / n) for size, n in zip(both, shards, strict=True)) for both in gradients
+            "full_gradients": [  # beside the shards of the sum; rolling ones are added to shards that are there
+                sum(size * (1 - 1 / n * (policy == "whole")) for size, n in zip(both, shards, strict=True))
+                for both in gradients
             ],
             "reduce": [_transfer_seconds(both, bandwidths) for both in gradients],
         }  # fmt: skip
+        if policy != "whole":
+            rolling = [self._rolling_bytes(one, own) for one, own in zip(split, blocks, strict=True)]
+            fields |= {"gradients": policy, "rolling_gradients": rolling}
         if any(one.experts for one in split):
             weights = [(state.full_weights(one.trained, one.frozen), one.experts * state.weights) for one in split]
             fields["unshard"] = [_transfer_seconds(both, bandwidths) for both in weights]
         return fields
+
+    def _rolling_bytes(self, held: Held, blocks: Sequence[Held]) -> float:
+        """Bytes of the gradients that are not reduced while a B or W runs."""
+        each = [(one.trained + one.experts) * self.state.gradients for one in blocks]
+        outside = (held.trained + held.experts) * self.state.gradients - sum(each)
+        return outside + min(1 + REDUCES_AT_ONCE, len(each)) * max(each, default=0.0)
 
     def _full_bytes(self, held: Held) -> float:
         """Bytes of the unsharded weights."""

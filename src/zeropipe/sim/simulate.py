@@ -8,6 +8,7 @@ from typing import NamedTuple
 from zeropipe.core.action import COMPUTE, OFFLOAD, OFFLOADING, RESHARD, UNSHARD, B, F, I, Kind, W
 from zeropipe.core.complete import check_complete
 from zeropipe.core.deadlock import build_deadlock_error
+from zeropipe.core.gradient_policy import REDUCES_AT_ONCE
 from zeropipe.core.jit import Arrays, Floats, Ints, arrays
 from zeropipe.core.needs import Dependencies, build_dependencies, copy_offset, find_nonblocking_actions, message_index
 from zeropipe.core.offload_actions import merge_offloading
@@ -68,6 +69,10 @@ class ShardState(NamedTuple):
     has_gradients: Ints  # by slot
     reduced: Floats  # by slot: when its gradients are reduced
     next_reducing: Ints  # by slot
+    held: Floats  # by slot: memory of its rolling gradients
+    pending: Floats  # by rank: memory of rolling gradients that are being reduced
+    pending_end: Floats  # by rank: when they are reduced
+    has_room: Floats  # by rank: when gradients may be computed again, with few enough units being reduced
 
 
 class OffloadState(NamedTuple):
@@ -97,7 +102,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     require_schedule(schedule)
     costs = require_stage_costs(costs)
     check_complete(schedule)
-    rows = schedule.packed if costs.shards is None else with_shards(schedule, costs.shards)
+    rows = schedule.packed if costs.shards is None else with_shards(schedule, costs.shards, costs.gradients)
     rows = merge_offloading(schedule, rows)
     xp, num_ranks = arrays(rows.num_codes), schedule.num_ranks
     deps, tables = build_dependencies(xp, schedule, rows), build_cost_tables(xp, schedule, costs)
@@ -170,7 +175,8 @@ def _create_shard_state(xp: Arrays, num_ranks: int, num_slots: int) -> ShardStat
         first_reducing=xp.full_ints(num_ranks, -1), last_reducing=xp.full_ints(num_ranks, -1),
         first_unit=xp.full_floats(num_slots), last_unit=xp.full_floats(num_slots),
         has_gradients=xp.full_ints(num_slots), reduced=xp.full_floats(num_slots),
-        next_reducing=xp.full_ints(num_slots, -1),
+        next_reducing=xp.full_ints(num_slots, -1), held=xp.full_floats(num_slots), pending=xp.full_floats(num_ranks),
+        pending_end=xp.full_floats(num_ranks), has_room=xp.full_floats(num_ranks),
     )  # fmt: skip
 
 
@@ -355,8 +361,11 @@ def _run_sharding_action(
         # units
         before = state.last_action[rank]
         is_inside = before >= 0 and kind_of(codes[before]) in (B, W) and stage_of(codes[before]) == stage
+        if shards.limit >= 0 and is_inside:
+            is_inside = _rolls_inside(before, codes, shards)
         num_parts = costs.num_weight_parts if is_inside and kind_of(codes[before]) == W else 1
         free = state.link_free[rank]
+        has_room = 0.0
         for unit in range(units):
             complete = now
             if is_inside:
@@ -365,9 +374,13 @@ def _run_sharding_action(
             if unit == 0:
                 begin = max(free, complete)
             free = max(free, complete) + shards.reduce[stage] / units
+            if unit < units - REDUCES_AT_ONCE:
+                has_room = free
         state.link_free[rank] = free
         finish = max(begin, free)
-        if state.has_gradients[slot]:
+        if shards.limit >= 0:
+            memory += _hold_pending(rank, stage, slot, free, has_room, shards, state)
+        elif state.has_gradients[slot]:
             state.reduced[slot] = free
             if state.first_reducing[rank] < 0:
                 state.first_reducing[rank] = slot
@@ -379,6 +392,28 @@ def _run_sharding_action(
     columns.during[at] = memory
     columns.after[at] = memory
     return memory
+
+
+def _rolls_inside(at: int, codes: Ints, shards: ShardTables) -> bool:
+    """Whether the units of a stage are reduced within a B or W: not in an Overlap, nor in a B that gathers weights."""
+    if is_joined(codes[at]) or (at > 0 and is_joined(codes[at - 1])):
+        return False
+    return kind_of(codes[at]) == W or not shards.regathers
+
+
+def _hold_pending(
+    rank: int, stage: int, slot: int, end: float, has_room: float, shards: ShardTables, state: ShardState
+) -> float:
+    """Let go of the gradients of a stage, but for units that are being reduced; returns the change of memory."""
+    pending = min(REDUCES_AT_ONCE, shards.units) / shards.units * shards.gradients[stage]
+    change: float = pending - state.pending[rank]
+    if state.has_gradients[slot]:
+        change -= state.held[slot]
+    state.has_gradients[slot] = 0
+    state.pending[rank] = pending
+    state.pending_end[rank] = end
+    state.has_room[rank] = has_room
+    return change
 
 
 def _run_copy(
@@ -436,9 +471,21 @@ def _use_sharded_stages(
         if kind_of(codes[half]) != W:
             begin = max(begin, state.first_unit[slot])
             gathered = max(gathered, state.last_unit[slot])
+        if kind_of(codes[half]) in (B, W) and shards.limit >= 0:
+            begin = max(begin, state.has_room[rank])
+    if state.pending_end[rank] <= begin:
+        memory -= state.pending[rank]
+        state.pending[rank] = 0.0
+    for half in range(at, last + 1):
+        stage = stage_of(codes[half])
+        slot = stage if shards.first_rank[stage] == rank else costs.num_stages + stage
         if kind_of(codes[half]) in (B, W) and state.has_gradients[slot] == 0:
             state.has_gradients[slot] = 1
-            memory += shards.gradients[stage]
+            is_unit = shards.limit == 0 and _rolls_inside(half, codes, shards)
+            state.held[slot] = shards.gradients[stage]
+            if is_unit:  # with those that are being reduced already
+                state.held[slot] = max(0.0, shards.rolling[stage] - state.pending[rank])
+            memory += state.held[slot]
     slot = state.first_reducing[rank]
     while slot >= 0 and state.reduced[slot] <= begin:
         memory -= shards.gradients[slot % costs.num_stages]

@@ -7,6 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from zeropipe.core.action import B, F
+from zeropipe.core.gradient_policy import GradientPolicy
 from zeropipe.core.jit import Arrays, Floats, Ints
 from zeropipe.core.needs import number_edges
 from zeropipe.core.overlap import saved_time
@@ -54,6 +55,9 @@ class ShardTables(NamedTuple):
     reduce: Floats
     gathered: Floats  # memory of the weights that are gathered at a time
     gradients: Floats  # memory of full gradients
+    rolling: Floats  # the same while a B or W runs that is followed by a reduce; with rolling gradients
+    limit: int  # stages of a rank with whole gradients between actions; -1 for any number
+    regathers: int  # whether weights are gathered for every microbatch
     first_rank: Ints  # the rank of the stage's first copy
     units: int
 
@@ -111,11 +115,14 @@ def phase_savings(costs: Costs, num_stages: int) -> tuple[list[int], list[float]
 def build_shard_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> ShardTables:
     """The tables of `schedule` under `costs` for its UNSHARD and REDUCE_GRAD."""
     columns = [costs.column(name, schedule.num_stages) for name in SHARD_COLUMNS]
-    unshard, reduce, weights, gathered, gradients = columns
+    unshard, reduce, weights, gathered, gradients, rolling = columns
+    limit = GradientPolicy.parse(costs.gradients).limit
     return ShardTables(
         unshard=xp.list_floats(unshard), reduce=xp.list_floats(reduce),
         gathered=xp.list_floats(gathered if costs.shards == "regather" else weights),
-        gradients=xp.list_floats(gradients), first_rank=xp.list_ints(schedule.placement.copies[0]), units=costs.units,
+        gradients=xp.list_floats(gradients), rolling=xp.list_floats(rolling), limit=-1 if limit is None else limit,
+        regathers=int(costs.shards == "regather"), first_rank=xp.list_ints(schedule.placement.copies[0]),
+        units=costs.units,
     )  # fmt: skip
 
 

@@ -129,7 +129,7 @@ def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candi
             mesh.shard_cp,
         ), name,
         problem.stages_per_rank, problem.num_microbatches, config.data.microbatch, config.engine.ac, "",
-        config.engine.shards, turns=config.engine.overlap == "turns",
+        config.engine.shards, config.engine.gradients, turns=config.engine.overlap == "turns",
     )  # fmt: skip
 
 

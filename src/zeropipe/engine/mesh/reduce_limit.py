@@ -14,12 +14,12 @@ class ReduceLimit:
         self._limit = limit
         self._pending: list[tuple[Any, Any]] = []  # unit, FSDP's record of its reduce
 
-    def wait(self) -> None:
-        """Before a reduce: wait until there is room for it."""
+    def wait(self, room: int = 0) -> None:
+        """Before new gradients: wait until there are few enough reduces, and `room` for others."""
         if self._limit is None:
             return
         self._pending = [(unit, state) for unit, state in self._pending if _is_pending(unit, state)]
-        while len(self._pending) >= self._limit:
+        while len(self._pending) + room > self._limit:
             fsdp_private.wait_for_reduce(*self._pending.pop(0))
 
     def add(self, unit: Any) -> None:

@@ -43,12 +43,12 @@ class ShardedStage:
         limit: ReduceLimit = NO_LIMIT,
     ) -> None:
         self.stage, self.module, self.regather, self._keeps_factors = stage, module, regather, keeps_factors
+        self.limit = limit
         self.units = fsdp_private.units_of(module)
         self._names = {id(child): name for name, child in module.named_modules()}
         names = [self._names[id(unit)] or "the stage outside its blocks" for unit in self.units]
         self._gatherer = UnitGatherer(stage, self.units, names, regather)
         self._check: CheckCollective | None = None
-        self._limit = limit
         self._is_initialized = False
         self._unit_indices: dict[int, int] | None = None
         self._calls: dict[int, Counter[int]] = {}  # by microbatch: how often its forward has called each unit
@@ -192,14 +192,13 @@ class ShardedStage:
         for parameter in fsdp_private.unsharded_parameters(unit):
             if parameter.requires_grad and not fsdp_private.has_gradient(unit, parameter):
                 ensure_grad(parameter)  # another process may have one: all must send the same number of bytes
-        self._limit.wait()
         if self._observer is not None:
             self._observer.on_reduce_start(is_first=number == 0)
         fsdp_private.reduce(unit)
         if self._observer is not None:
             self._observer.on_reduce_end(unit)
         fsdp_private.free_reduced(unit)
-        self._limit.add(unit)
+        self.limit.add(unit)
 
     def finish(self) -> None:
         """Wait for the reduces: gradients are in the sharded parameters, and the unsharded weights are freed."""
@@ -263,6 +262,7 @@ class UnitReducer:
     def _reduce_complete(self) -> None:
         if not self._gathers or self._sharded.may_reduce:
             while self._next < len(self._sharded.units) and not self._pending_in_unit[self._next]:
+                self._sharded.limit.wait(1)
                 self._reduce_next()
 
     def finish(self) -> None:

@@ -322,6 +322,8 @@ class Executor:
 
     def _run_backward(self, call: Callable[..., None], action: Action, **options: Any) -> None:
         """Run B, I or W; then copy gradients and stored tensors that share memory with others."""
+        if action.kind is not Kind.I and action.stage in self._shards:
+            self._shards[action.stage].limit.wait()
         call(**options)
         self._first_gradients[action.stage].copy_shared()
         if action.kind is Kind.I:

@@ -92,6 +92,11 @@ def _check_mesh(config: RunConfig) -> Iterator[str]:
             yield "engine.offload=true is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"
         if engine.shards == "regather":
             yield "engine.shards='regather' is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"
+        if engine.gradients != "whole":
+            yield (
+                f"engine.gradients={engine.gradients!r} is for sharded weights; use mesh.dp_shard of at least 2, or "
+                "leave it out"
+            )
     if reason := refuse_ep(mesh.sizes):
         yield f"mesh.{reason}"
     if mesh.ep > 1 and mesh.ep == mesh.dp_shard and engine.offload:
@@ -189,7 +194,8 @@ def _check_engine(config: RunConfig) -> Iterator[str]:
     try:
         Options(
             compile=table.compile, ac=table.ac, split=table.split, dynamic_weights=table.dynamic_weights,
-            overlap=table.overlap, regather=table.shards == "regather", timeout=table.timeout,
+            overlap=table.overlap, regather=table.shards == "regather", gradients=table.gradients,
+            timeout=table.timeout,
         ).check()  # fmt: skip
     except ConfigError as error:
         yield qualify_error("engine", error)

@@ -175,6 +175,11 @@ class EngineTable(Table):
     shards: Literal["keep", "regather"] = Field(
         default="keep", description="Gather sharded weights once per step, or again for every microbatch."
     )
+    gradients: str = Field(
+        default="whole",
+        description="Reduce gradients of sharded stages once per step (`whole`), after every microbatch (`rolling`), "
+        "or so often that at most N stages of a rank have whole ones (`rolling:N`).",
+    )
     offload: Flag = Field(default=False, description="Keep sharded weights and optimizer state in CPU memory.")
     timeout: Positive = Field(default=600.0, description="Seconds without progress before a run is aborted.")
 

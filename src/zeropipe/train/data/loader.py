@@ -168,5 +168,6 @@ def _make_layout(config: RunConfig, samples: Samples) -> BatchLayout:
     if sequence % multiple:
         raise ConfigError(f"data.sequence={sequence}: must be a multiple of mesh.tp={mesh.tp} (mesh.sequence_parallel)")
     is_packed = isinstance(samples, StoredSamples) and samples.info.is_packed
-    is_even = config.engine.shards == "regather"  # all pipelines gather weights together, once per microbatch
+    engine = config.engine  # these gather weights, or reduce gradients, once per microbatch: all pipelines together
+    is_even = engine.shards == "regather" or engine.gradients != "whole"
     return BatchLayout(mesh.num_pipelines, config.data.microbatch, sequence, is_packed, multiple, is_even)
