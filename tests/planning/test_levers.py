@@ -1,6 +1,7 @@
 """What each lever of a plan's best row bought, the default batch, and lengths like 128K."""
 
 import json
+from dataclasses import replace
 
 import click
 import pytest
@@ -9,6 +10,9 @@ import zeropipe as zp
 from zeropipe.cli.main import main
 from zeropipe.cli.param_types import Tokens
 from zeropipe.planning.task import default_batch
+from zeropipe.planning.write import write_run
+from zeropipe.train.config.read import read_run
+from zeropipe.train.preview import preview
 
 ALONE = {"search_seconds": 0, "workers": 1, "compile": True, "microbatch_sizes": 1, "schedules": "1f1b"}
 
@@ -24,6 +28,7 @@ def test_a_lever_is_held_against_the_best_row_without_it(long):
     sizes = {name: getattr(best.layout, name) for name in ("pp", "dp_shard", "cp", "tp")}
     wanted = {f"{name}={size}" for name, size in sizes.items() if size > 1}
     wanted |= {"sequence parallelism"} if best.layout.sequence_parallel else set()
+    wanted |= {"regather"} if best.shards == "regather" else set()
     assert set(levers) == wanted | ({f"ac {best.ac}"} if best.ac != "none" else set())
     for name, size in sizes.items():
         if size == 1:
@@ -38,6 +43,24 @@ def test_a_lever_is_held_against_the_best_row_without_it(long):
             over += [one.excess for one in long.too_large if getattr(one.run.layout, name) == 1]
             assert (lever.row, lever.over) == (None, min(over))
             assert lever.over > 0
+
+
+def test_weights_are_gathered_again_where_they_do_not_fit_otherwise(tmp_path):
+    """Long sequences only; the training file says so, and its dry run has the same memory."""
+    made = zp.plan("llama-3-8b", gpus=8, batch=16, sequence=262144, pp=1, cp=4, tp=2, ac="full", **ALONE)
+    best = made.best.candidate
+    assert best.shards == "regather"
+    kept = [row for row in made.misfits if row.candidate == replace(best, shards="keep")]
+    assert kept[0].memory.weights > 4 * made.best.memory.weights
+    lever = made.levers[-1]
+    assert (lever.name, lever.row) == ("regather", None)
+    assert lever.over == min(row.excess for row in made.misfits if row.candidate.shards == "keep")
+    write_run(made, made.best, str(tmp_path / "run.toml"), "llama-3-8b", "h100")
+    shown = preview(read_run(str(tmp_path / "run.toml"), []))
+    assert shown.ranks[0].peak == pytest.approx(made.best.memory.peak, rel=1e-3)
+    assert shown.prediction.step == pytest.approx(made.best.step)
+    short = zp.plan("llama-3-8b", gpus=8, batch=16, pp=1, tp=1, ac="full", memory=40e9, **ALONE)
+    assert {row.candidate.shards for row in (*short.rows, *short.misfits)} <= {"keep"}
 
 
 def test_without_a_lever_nothing_may_fit_or_be_tried(long):

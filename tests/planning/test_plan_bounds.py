@@ -17,7 +17,7 @@ from zeropipe.searching.task import SearchTask
 @pytest.fixture(scope="module")
 def long():
     return zp.plan(
-        "llama-3-8b", gpus=8, batch=8, sequence=65536, gpu="h200", compile=True, microbatch_sizes=1,
+        "llama-3-8b", gpus=8, batch=8, sequence=65536, gpu="h200", memory=64e9, compile=True, microbatch_sizes=1,
         schedules=["1f1b", "zbv", "v-min", "interleaved"], search_seconds=0, workers=1,
     )  # fmt: skip
 
@@ -25,6 +25,7 @@ def long():
 def test_what_is_left_out_unseen_could_not_fit(long):
     """Runs are left out by bounds of their seconds and bytes, which no simulated row of the run undercuts."""
     rows = (*long.rows, *long.misfits)
+    assert {row.candidate.shards for row in long.rows} == {"keep", "regather"}
     layouts = {row.candidate.layout for row in rows}
     assert {layout.cp for layout in layouts} == {1, 2, 4, 8}
     assert all(layout.shard_cp == (layout.cp > 1) for layout in layouts)

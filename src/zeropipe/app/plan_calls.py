@@ -98,6 +98,7 @@ class RowRequest(StrictModel):
     microbatch_size: PositiveInt
     ac: Annotated[str, Field(max_length=40)]
     cut: Literal["even", "balanced"] = "balanced"
+    shards: Literal["keep", "regather"] = "keep"
     layers: Annotated[list[int], Field(min_length=1, max_length=4096)]
 
 
@@ -239,7 +240,7 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
                 cp=request.cp, shard_cp=request.shard_cp,
             ),
             request.schedule, request.stages_per_rank, request.microbatches, request.microbatch_size, request.ac,
-            request.cut,
+            request.cut, request.shards,
         )  # fmt: skip
         schedule = candidate.build_schedule()
         run = simulate_candidate(context, candidate, schedule, request.layers)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 NUM_MISFITS = 3
 EXPOSED = ", cp: parts of sequences, ep: experts divided; exposed: exchanges that no computation hides"
+REGATHER = ", rg: weights gathered for every microbatch"
 _FLAGS = {"pp": "--ranks", "microbatch_sizes": "--microbatch"}  # of arguments of zp.plan; others have their own names
 
 
@@ -33,8 +34,10 @@ def print_plan(made: Plan, num_rows: int) -> None:
     }
     exposed = [_exposed_text(row) for row in made.rows[:num_rows]]
     console.print(_create_table(cells, console, exposed if any(exposed) else None))
+    regathers = any(row.candidate.shards == "regather" for row in made.rows[:num_rows])
     console.print(
-        f"mesh: pp x dp_shard x tp, sp: sequence parallelism{EXPOSED if any(exposed) else ''}; *: no other is both "
+        f"mesh: pp x dp_shard x tp, sp: sequence parallelism{REGATHER if regathers else ''}"
+        f"{EXPOSED if any(exposed) else ''}; *: no other is both "
         "faster and smaller; gap: to the lower bound of the pipeline",
         style="dim", soft_wrap=True,
     )  # fmt: skip
@@ -116,7 +119,7 @@ def _create_table(cells: dict[str, list[str]], console: Console, exposed: list[s
 def _cells(made: Plan, row: PlanRow) -> list[str]:
     candidate, mfu = row.candidate, made.mfu(row)
     return [
-        _mesh_text(candidate.layout), candidate.title,
+        _mesh_text(candidate.layout) + " rg" * (candidate.shards == "regather"), candidate.title,
         f"{candidate.num_microbatches}x{candidate.microbatch_size}", candidate.ac, output.time_text(row.step, "s"),
         f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.idle_fraction),
         gigabytes(row.memory.peak), "" if row.gap is None else f"{row.gap:.1%}",

@@ -102,7 +102,10 @@ def _lower_bounds(context: PlanContext, run: Run) -> tuple[float, float]:
             trained=held.trained - min(shared.num_trained, held.trained),
             frozen=held.frozen - min(shared.num_frozen, held.frozen),
         )
-    needs = (costs.state_of(run.layout.tp).resident(held, run.layout.shards) + least_activations) / pp
+    state = costs.state_of(run.layout.tp)
+    may_gather_again = run.layout.num_shards > 1 and "regather" in context.shard_modes
+    resident = state.resident_shards if may_gather_again else state.resident
+    needs = (resident(held, run.layout.shards) + least_activations) / pp
     return (run.num_microbatches * work + (pp - 1) * forward / pp) / pp, needs
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -23,11 +23,19 @@ class PlanContext:
     gpus_per_node: int
     memory_limit: float  # bytes of a GPU that may be used
     optimizer_bandwidth: float | None  # bytes/s of the GPU's memory; None: the optimizer's time is not counted
+    shard_modes: tuple[str, ...] = ("keep",)  # how sharded weights are gathered: the next one where one does not fit
 
     @classmethod
-    def create(cls, costs: LayerCosts, gpus_per_node: int, memory_limit: float) -> PlanContext:
+    def create(
+        cls, costs: LayerCosts, gpus_per_node: int, memory_limit: float, shard_modes: Sequence[str] = ("keep",)
+    ) -> PlanContext:
         """With the optimizer bandwidth of the costs' machine."""
-        return cls(costs, gpus_per_node, memory_limit, _optimizer_bandwidth(costs))
+        return cls(costs, gpus_per_node, memory_limit, _optimizer_bandwidth(costs), tuple(shard_modes))
+
+    def with_shard_modes(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The candidate in each way to gather its weights, if they are sharded."""
+        for mode in self.shard_modes if candidate.layout.num_shards > 1 else self.shard_modes[:1]:
+            yield replace(candidate, shards=mode)
 
     def for_schedule(self, schedule: Schedule) -> PlanContext:
         """The context with the costs in `schedule`."""

@@ -22,7 +22,11 @@ def list_levers(
     rows: Sequence[PlanRow], misfits: Sequence[PlanRow], too_large: Sequence[OversizedRun]
 ) -> tuple[Lever, ...]:
     """Every lever of the first row; `misfits` and `too_large` are those that do not fit."""
-    return tuple(_compare(name, without, rows, misfits, too_large) for name, without in _levers_of(rows[0]))
+    found = [_compare(name, without, rows, misfits, too_large) for name, without in _levers_of(rows[0])]
+    if (mode := rows[0].candidate.shards) == "keep":
+        return tuple(found)
+    others = [[row for row in some if row.candidate.shards != mode] for some in (rows, misfits)]
+    return (*found, _compare(mode, lambda run: True, rows, others[1], (), others[0]))
 
 
 def _levers_of(row: PlanRow) -> Iterator[tuple[str, Callable[[Run], bool]]]:
@@ -39,9 +43,10 @@ def _levers_of(row: PlanRow) -> Iterator[tuple[str, Callable[[Run], bool]]]:
 
 def _compare(
     name: str, without: Callable[[Run], bool], rows: Sequence[PlanRow], misfits: Sequence[PlanRow],
-    too_large: Sequence[OversizedRun],
+    too_large: Sequence[OversizedRun], others: Sequence[PlanRow] | None = None,
 ) -> Lever:  # fmt: skip
-    fitting = next((row for row in rows if without(row.candidate.run)), None)
+    """`others`: the rows among which one without the lever is sought; by default all."""
+    fitting = next((row for row in (rows if others is None else others) if without(row.candidate.run)), None)
     if fitting is not None:
         return Lever(name, fitting, fitting.step / rows[0].step - 1, None)
     over = [

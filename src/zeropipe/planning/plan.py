@@ -119,7 +119,7 @@ def plan(
     return Plan(
         tuple(ranked), misfits, tuple(oversized), context, gpus, batch, num_tried,
         max(0, len(candidates) - max_candidates), monotonic() - begin, task.reserve,
-        list_untried(task, context.costs, every, searches), closest,
+        list_untried(task, context, every, searches), closest,
     )  # fmt: skip
 
 

@@ -67,11 +67,20 @@ def score_group(context: PlanContext, group: Sequence[Candidate]) -> list[PlanRo
     rows: list[PlanRow] = []
     live = peak_in_flight(schedule)
     for candidate in group:
-        for counts in _list_cuts(context, candidate, schedule, live):
-            row = score_candidate(context, candidate, schedule, counts)
-            rows.append(row)
-            if row.fits:
+        for variant in context.with_shard_modes(candidate):
+            rows += _score_cuts(context, variant, schedule, live)
+            if rows and rows[-1].fits:
                 break
+    return rows
+
+
+def _score_cuts(context: PlanContext, candidate: Candidate, schedule: Schedule, live: list[float]) -> list[PlanRow]:
+    """The rows of a candidate's cuts, up to the first that fits."""
+    rows: list[PlanRow] = []
+    for counts in _list_cuts(context, candidate, schedule, live):
+        rows.append(score_candidate(context, candidate, schedule, counts))
+        if rows[-1].fits:
+            break
     return rows
 
 

@@ -49,6 +49,7 @@ class Candidate:
         return (
             f"{self.layout}, {self.title}, {self.num_microbatches} microbatches of "
             f"{self.microbatch_size}, ac {self.ac}, {self.cut} layers"
+            f"{', regather' if self.shards == 'regather' else ''}"
         )
 
     def build_schedule(self) -> Schedule:

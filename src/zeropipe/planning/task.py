@@ -18,7 +18,7 @@ from zeropipe.sim.layer_costs import LayerCosts
 
 DEFAULT_MODES = ("none", "selective:op", "full")
 DEFAULT_MICROBATCH_SIZES = (1, 2, 4)
-LONG_SEQUENCE = 32_768  # tokens, from which context parallelism is tried
+LONG_SEQUENCE = 32_768  # tokens, from which levers for long sequences are tried: cp, regather
 MIN_PART = 8_192  # tokens of a sequence that a GPU has at least with the default sizes of cp
 
 
@@ -107,7 +107,9 @@ class PlanTask:
             )
             costs = self._estimate(self.model, space)
             memory = find_gpu(self.gpu).memory if self.memory is None else self.memory
-        return PlanContext.create(costs, self.gpus_per_node, _usable_memory(costs, memory, self.reserve)), space
+        modes = ("keep", "regather") if costs.sequence >= LONG_SEQUENCE else ("keep",)
+        limit = _usable_memory(costs, memory, self.reserve)
+        return PlanContext.create(costs, self.gpus_per_node, limit, modes), space
 
     def _estimate(self, model: ShapedModel | CountedModel, space: SearchSpace) -> LayerCosts:
         return estimate(

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from zeropipe.estimating.estimate import can_estimate_adapters
+from zeropipe.planning.context import PlanContext
 from zeropipe.planning.rows import Run
 from zeropipe.planning.task import LONG_SEQUENCE, PlanTask
 from zeropipe.sim.layer_costs import LayerCosts
@@ -20,12 +21,13 @@ class Untried(NamedTuple):
     how: str  # to have it, or why not
 
 
-def list_untried(task: PlanTask, costs: LayerCosts, runs: Sequence[Run], searches: bool) -> tuple[Untried, ...]:
+def list_untried(task: PlanTask, context: PlanContext, runs: Sequence[Run], searches: bool) -> tuple[Untried, ...]:
     """What was not tried with these runs; `searches`: whether schedules were searched."""
+    costs = context.costs
     return tuple(
         Untried(*item)
         for items in (
-            _list_parallelism(costs, runs),
+            _list_parallelism(context, runs),
             _list_training(task),
             _list_schedules(task, costs, runs, searches),
         )
@@ -33,14 +35,16 @@ def list_untried(task: PlanTask, costs: LayerCosts, runs: Sequence[Run], searche
     )
 
 
-def _list_parallelism(costs: LayerCosts, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+def _list_parallelism(context: PlanContext, runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+    costs = context.costs
     if any("experts" in kind for kind in costs.layers) and not any(run.layout.ep > 1 for run in runs):
         yield "expert parallelism", "mesh.ep in the training file: docs/experts.md"
     if costs.sequence >= LONG_SEQUENCE and not any(run.layout.cp > 1 for run in runs):
         yield "context parallelism", "mesh.cp in the training file: docs/long-sequences.md"
     if any(run.layout.num_shards > 1 for run in runs):
         yield "replicas", "mesh.dp_replicate in the training file; plans shard weights over data-parallel GPUs"
-        yield "regather", 'engine.shards = "regather" in the training file: less memory, more gathers'
+        if "regather" not in context.shard_modes:
+            yield "regather", 'engine.shards = "regather" in the training file: less memory, more gathers'
         yield "offload", "engine.offload = true in the training file: optimizer state in CPU memory"
 
 

@@ -81,6 +81,8 @@ def format_run(
             tables["mesh"]["dispatch"] = layer_costs.dispatch
         if any(map(is_joined, row.schedule.packed.view)):
             tables["engine"]["overlap"] = "turns"
+    if candidate.shards != "keep":
+        tables["engine"]["shards"] = candidate.shards
     if candidate.layout.sequence_parallel:
         tables["mesh"]["sequence_parallel"] = True
     known = find_built_in(model)
