@@ -10,9 +10,12 @@ import pytest
 import torch
 import trainer_cases
 import transformers
+import trl
 from trainer_cases import Case
 
 from zeropipe.engine import LocalRanks
+from zeropipe.errors import ConfigError
+from zeropipe.integrations.trainer import pipelined
 
 TOLERANCE = 1e-5
 
@@ -153,10 +156,86 @@ def test_bfloat16_and_compiled_stages_come_close(two, tmp_path):
                 assert log["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
 
 
+LOGGED_BY_DPO = LOGGED_BY_TRL | {
+    "logits/chosen", "logits/rejected", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
+    "logps/chosen", "logps/rejected",
+}  # fmt: skip
+DPO_NAMES = TRAINED | LOGGED_BY_DPO | {f"eval_{name}" for name in LOGGED_BY_DPO}
+DPO = {
+    "reference": {"reference": True},
+    "1f1b": {"schedule": "1f1b", "reference": True},
+    "precomputed": {"args": {"precompute_ref_log_probs": True}},
+    "precomputed by a reference": {"reference": True, "args": {"precompute_ref_log_probs": True}},
+    "LoRA": {"lora": True},
+    "LoRA, checkpointed": {"lora": True, "args": {"gradient_checkpointing": True}},
+    "batches divided": {"reference": True, "microbatches": 8},
+    "several losses": {
+        "reference": True,
+        "microbatches": 8,
+        "args": {"loss_type": ["ipo", "apo_zero", "nca_pair"], "loss_weights": [1.0, 0.5, 0.2], "use_weighting": True},
+    },
+    "losses of a batch": {"reference": True, "args": {"loss_type": ["aot", "sft"], "ld_alpha": 0.5}},
+}
+
+
+@pytest.mark.parametrize("changes", DPO.values(), ids=DPO)
+def test_dpo_equals_one_process(two, tmp_path, changes):
+    case = Case(str(tmp_path), "zbv", data="pairs")._replace(**changes)
+    case = case._replace(args=case.args | EVALUATED)
+    # before the first step the model is the reference, and rounding decides which of two equal rewards is larger
+    names = DPO_NAMES - {"rewards/accuracies"} if case.args.get("precompute_ref_log_probs") else DPO_NAMES
+    require_equal(two.run(trainer_cases.ours, case, timeout=300), trainer_cases.plain(case), names)
+
+
+@pytest.mark.parametrize("name", ["reference", "precomputed", "LoRA"])
+def test_dpo_with_shards_equals_one_process(four, tmp_path, name):
+    case = Case(str(tmp_path), "zbv", data="pairs")._replace(**DPO[name])
+    case = case._replace(args=case.args | EVALUATED)
+    halved = case.args | HALVED | {"per_device_eval_batch_size": 2}
+    seen = four.run(trainer_cases.ours, case._replace(mesh="pp=2,dp_shard=2", args=halved), timeout=300)
+    # as TRL does on two processes, batches of a step are averaged together
+    names = DPO_NAMES - {"epoch", "entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy"}
+    require_equal(seen, trainer_cases.plain(case), names - {"rewards/accuracies"} if name != "reference" else names)
+
+
+@pytest.mark.parametrize("kind", [trl.GRPOTrainer, trl.RLOOTrainer], ids=lambda kind: kind.__name__)
+def test_trainers_that_generate_are_refused(kind):
+    with pytest.raises(ConfigError, match=r"generates completions with the full model.*zeropipe\.integrations\.verl"):
+        pipelined(kind, mesh="pp=2")
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"experts": True, "reference": True}, "router_aux_loss_coef: .* set it to 0.0"),
+        ({"metrics": True, "reference": True}, "compute_metrics: .*eval_rewards"),
+        ({"reference": True, "args": {"sync_ref_model": True}}, "sync_ref_model=True: .*leave it out"),
+        (
+            {"reference": True, "microbatches": 8, "args": {"loss_type": ["sigmoid", "aot"]}},
+            "loss_type='aot': .*gradient_accumulation_steps=8",
+        ),
+    ],
+)
+def test_what_dpo_cannot_do_on_a_pipeline_is_refused(tmp_path, changes, says):
+    """In this process: before anything is cut."""
+    trainer_cases.reset_states()
+    trainer = trainer_cases.make_trainer(Case(str(tmp_path), data="pairs")._replace(**changes))
+    made = pipelined(trl.DPOTrainer, mesh="pp=2", microbatches=changes.get("microbatches"))
+    trainer.__class__ = made
+    trainer._num_microbatches = changes.get("microbatches", 4)
+    with pytest.raises(ConfigError, match=says) as caught:
+        trainer._check()
+    assert "\n" not in str(caught.value)
+
+
 SAVED = {"save_strategy": "steps", "save_steps": 2}
 
 
-@pytest.mark.parametrize("kind", [{}, {"data": "text", "lora": True}], ids=["Trainer", "SFTTrainer with LoRA"])
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"data": "text", "lora": True}, {"data": "pairs", "reference": True}],
+    ids=["Trainer", "SFTTrainer with LoRA", "DPOTrainer"],
+)
 def test_runs_resume_on_another_layout(two, four, tmp_path, kind):
     case = Case(str(tmp_path), "zbv", args=SAVED)._replace(**kind)
     want = trainer_cases.plain(case._replace(output=str(tmp_path / "alone")))

@@ -13,6 +13,8 @@ from zeropipe.integrations.trainer import pipelined
 from zeropipe.integrations.trainer.arguments import check_arguments, count_microbatches, engine_options
 from zeropipe.integrations.trainer.batches import borders, divide
 from zeropipe.integrations.trainer.losses import TokenLoss
+from zeropipe.integrations.trainer.preferences import WEIGHT, count_tokens, divide_pairs, inputs_of, keep_pairs
+from zeropipe.integrations.trainer.scores import score, score_tokens
 from zeropipe.integrations.trainer.settings import PipelineSettings
 
 
@@ -213,3 +215,51 @@ def test_a_router_loss_is_added_to_the_mean(logits_and_microbatch):
     plain = TokenLoss()(logits, microbatch)[0]
     total = TokenLoss(num_items=100.0, router_weight=0.5)((logits, torch.tensor(3.0)), microbatch)[0]
     assert float((total - plain) / 100) == pytest.approx(1.5)
+
+
+def pairs(num_pairs=3, length=5):
+    rows = torch.arange(2 * num_pairs * length).view(2 * num_pairs, length)
+    mask = torch.tensor([[0, 0, 1, 1, 1]] * num_pairs + [[0, 0, 1, 1, 0]] * num_pairs)
+    return {
+        "input_ids": rows,
+        "attention_mask": torch.ones_like(rows),
+        "completion_mask": mask,
+        "ref_chosen_logps": torch.arange(num_pairs) / 10,
+        "ref_rejected_logps": -torch.arange(num_pairs) / 10,
+    }
+
+
+def test_microbatches_have_whole_pairs():
+    batch = pairs()
+    first, second = divide_pairs(batch, 2, index=4)
+    assert first["input_ids"].tolist() == batch["input_ids"][[0, 1, 3, 4]].tolist()
+    assert second["input_ids"].tolist() == batch["input_ids"][[2, 5]].tolist()
+    assert second["ref_chosen_logps"].tolist() == batch["ref_chosen_logps"][[2]].tolist()
+    assert (first[WEIGHT], second[WEIGHT]) == pytest.approx((2 / 3, 1 / 3))
+    assert second["labels"].tolist()[1] == [-100, -100, 27, 28, -100]
+    assert set(inputs_of(first)) == set(batch)
+    assert count_tokens(first) == {"chosen": 6, "rejected": 4, "tokens": 10, "pairs": 2}
+    assert [len(one["input_ids"]) for one in divide_pairs(batch, 8)] == [2, 2, 2]
+    kept = keep_pairs(batch, 2)
+    assert kept["input_ids"].tolist() == batch["input_ids"][[0, 1, 3, 4]].tolist()
+    with pytest.raises(ConfigError, match="a batch has pixel_values, which stages do not take"):
+        list(divide_pairs({**batch, "pixel_values": torch.ones(6)}, 2))
+
+
+def test_scores_are_those_of_the_distribution():
+    torch.manual_seed(0)
+    logits = torch.randn(2, 6, 11, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(11, (2, 6))
+    labels[0, :3] = labels[1, 5:] = -100
+    found, mask = score(logits, labels), labels[:, 1:] != -100
+    expected = torch.distributions.Categorical(logits=logits[:, :-1])
+    chosen = expected.log_prob(labels[:, 1:].clamp(min=0))
+    torch.testing.assert_close(found.log_probs.double(), chosen * mask, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found.entropy.double(), expected.entropy() * mask, atol=1e-5, rtol=0)
+    squares = expected.probs.square().sum(-1).log()
+    torch.testing.assert_close(found.log_sum_sq_probs.double(), squares * mask, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.mean_logits.double(), logits[:, :-1].mean(-1) * mask, atol=1e-6, rtol=0)
+    assert torch.equal(found.is_top1, (logits[:, :-1].argmax(-1) == labels[:, 1:]) & mask)
+    assert torch.equal(score_tokens(logits, {"labels": labels}), found.log_probs)
+    found.log_probs.sum().backward()
+    assert logits.grad[0, :2].abs().max() == 0

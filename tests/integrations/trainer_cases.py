@@ -22,7 +22,7 @@ from peft import LoraConfig
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from zeropipe.integrations.trainer import pipelined
 
@@ -45,7 +45,8 @@ class Case(NamedTuple):
     schedule: str = "1f1b"
     mesh: str = "pp=2"
     microbatches: int | None = None
-    data: str = ""  # of SFTTrainer: "text", "prompt" (and completion) or "chat"; empty: transformers.Trainer
+    data: str = ""  # "text", "prompt" (and completion) or "chat": SFTTrainer; "pairs": DPOTrainer; empty: Trainer
+    reference: bool = False  # a reference model of its own for DPOTrainer
     lora: bool = False
     tied: bool = True
     metrics: bool = False
@@ -109,14 +110,16 @@ def make_data(kind: str, num_rows: int, seed: int) -> Dataset:
         return Dataset.from_list([{"text": text()} for _ in range(num_rows)])
     if kind == "prompt":
         return Dataset.from_list([{"prompt": text(), "completion": text()} for _ in range(num_rows)])
+    if kind == "pairs":
+        return Dataset.from_list([{"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(num_rows)])
     roles = ("user", "assistant")
     return Dataset.from_list(
         [{"messages": [{"role": role, "content": text()} for role in roles]} for _ in range(num_rows)]
     )
 
 
-def make_model(case: Case) -> Any:
-    torch.manual_seed(1)
+def make_model(case: Case, seed: int = 1) -> Any:
+    torch.manual_seed(seed)
     if case.experts:
         sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         config = transformers.Qwen3MoeConfig(**sizes, tie_word_embeddings=case.tied, output_router_logits=True)
@@ -161,11 +164,15 @@ def make_trainer(case: Case, wrap: Any = lambda kind: kind) -> Any:
             **shared,
         )  # fmt: skip
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "gate_proj"], task_type="CAUSAL_LM")
-    return wrap(SFTTrainer)(
-        args=SFTConfig(**{"gradient_checkpointing": False, "max_length": 24} | defaults),
-        train_dataset=make_data(case.data, 120, 0), eval_dataset=make_data(case.data, 11, 7),
-        processing_class=make_tokenizer(), peft_config=lora if case.lora else None, **shared,
-    )  # fmt: skip
+    shared |= {
+        "train_dataset": make_data(case.data, 120, 0), "eval_dataset": make_data(case.data, 11, 7),
+        "processing_class": make_tokenizer(), "peft_config": lora if case.lora else None,
+    }  # fmt: skip
+    given = {"gradient_checkpointing": False, "max_length": 24} | defaults
+    if case.data == "pairs":
+        reference = make_model(case, seed=2) if case.reference else None
+        return wrap(DPOTrainer)(ref_model=reference, args=DPOConfig(**given), **shared)
+    return wrap(SFTTrainer)(args=SFTConfig(**given), **shared)
 
 
 def reset_states() -> None:

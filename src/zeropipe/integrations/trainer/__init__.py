@@ -1,4 +1,4 @@
-"""transformers.Trainer and trl.SFTTrainer on zeropipe's pipeline, under torchrun.
+"""transformers.Trainer, trl.SFTTrainer and trl.DPOTrainer on zeropipe's pipeline, under torchrun.
 
 pipelined    a Trainer class with a pipeline
 settings     schedule, mesh and options of such a class
@@ -10,6 +10,8 @@ losses       Trainer's and TRL's losses
 stages       the stages of a rank under the names of the full model
 checkpoints  checkpoints of a Trainer that any layout resumes from
 sft          what trl.SFTTrainer logs
+dpo          trl.DPOTrainer's loss and reference; `preferences` has its pairs
+scores       what TRL's losses take of a model, from logits
 """
 
 from zeropipe.errors import MissingExtra

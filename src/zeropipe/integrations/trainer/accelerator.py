@@ -39,6 +39,10 @@ class PipelineAccelerator(accelerate.Accelerator):
     def process_index(self) -> int:
         return self.pipeline
 
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """As it is: a full model stays where it is, its stages are on the device."""
+        return model
+
     def gather(self, tensor: Any) -> Any:
         """As Accelerator.gather, from one process of each pipeline."""
         size = self.state.num_processes

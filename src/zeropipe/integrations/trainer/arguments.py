@@ -9,7 +9,13 @@ from zeropipe.integrations.trainer.settings import PipelineSettings
 
 # methods that run the model, and that the Engine replaces
 _STEP_METHODS = ("compute_loss", "training_step", "prediction_step")
-_KNOWN_MODULES = ("transformers.trainer", "trl.trainer.sft_trainer", "zeropipe.integrations.trainer.mixin")
+_KNOWN_MODULES = (
+    "transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer",
+    "zeropipe.integrations.trainer.mixin", "zeropipe.integrations.trainer.dpo",
+)  # fmt: skip
+# modules of classes that sample while they train
+_GENERATES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
+_OWN_LOSSES = ("trl.trainer.dpo_trainer",)  # modules of classes whose loss is no mean over tokens
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 # argument -> the reason to refuse it when it is set
 _REFUSED = {
@@ -35,10 +41,16 @@ _REFUSED = {
 
 def check_class(trainer_class: type) -> None:
     """ConfigError for a class with a step of its own, which the pipeline would not run."""
+    for owner in trainer_class.__mro__:
+        if owner.__module__ in _GENERATES:
+            raise ConfigError(
+                f"{owner.__name__} generates completions with the full model, which a pipeline cuts into stages: train "
+                "with zeropipe.integrations.verl, or with the Engine's log-probabilities (examples/grpo.py)"
+            )
     for name in _STEP_METHODS:
         for owner in trainer_class.__mro__:
             if name in vars(owner) and owner.__module__ not in _KNOWN_MODULES:
-                way_out = "pass compute_loss_func, or use trl.SFTTrainer or transformers.Trainer"
+                way_out = "pass compute_loss_func, or use transformers.Trainer, trl.SFTTrainer or trl.DPOTrainer"
                 raise ConfigError(
                     f"{owner.__name__} has a {name} of its own, which runs the full model: the pipeline would not call "
                     f"it; {way_out}"
@@ -84,6 +96,8 @@ def check_trainer(trainer: Any) -> None:
         raise ConfigError(
             f"optim={optim!r}: must be one of {', '.join(_OPTIMIZERS)} on a pipeline, or pass optimizer_cls_and_kwargs"
         )
+    if any(kind.__module__ in _OWN_LOSSES for kind in type(trainer).__mro__):
+        return
     if trainer.compute_loss_func is None and not trainer._loss_shifts_labels:
         raise ConfigError(
             f"a {type(trainer.model).__name__} has a loss of its own: must be a causal language model; pass a "

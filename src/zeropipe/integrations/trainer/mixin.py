@@ -18,6 +18,7 @@ from zeropipe.engine.checkpoint.save import save_checkpoint
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.stages.build import hf_stages
+from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.step.losses import StepResult
 from zeropipe.errors import ConfigError
 from zeropipe.integrations.trainer.accelerator import PipelineAccelerator
@@ -58,9 +59,20 @@ class PipelinedTrainer(Base):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         check_class(type(self))
         self._collected: list[Batch] = []
+        self._is_cut = False
         super().__init__(*args, **kwargs)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Cut the model, once: classes that run it while they are made call this before."""
+        if not self._is_cut:
+            self._num_microbatches = count_microbatches(self.args, self.settings)
+            self._check()
+            self._create_engine()
+            self._is_cut = True
+
+    def _check(self) -> None:
         check_trainer(self)
-        self._create_engine()
 
     def create_accelerator_and_postprocess(self) -> None:
         check_arguments(self.args, self.settings)
@@ -73,16 +85,25 @@ class PipelinedTrainer(Base):
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _create_engine(self) -> None:
-        settings, args = self.settings, self.args
-        self._num_microbatches = count_microbatches(args, settings)
-        schedule = settings.build_schedule(self._num_microbatches)
-        rank = self._mesh["pp"].get_local_rank()
-        stages = hf_stages(self.model, schedule, rank, layers=settings.layers, device=args.device)
-        require_whole(self.model, stages)
-        parallelize(stages, self._mesh, ep=settings.ep)
-        self.engine = Engine(schedule, stages, mesh=self._mesh, device=args.device, **engine_options(args, settings))
+        stages, self.engine = self._cut(self.model)
         self._stages = StageGroup(stages, self.model)
         drop_weights(self.model)
+
+    def _cut(self, model: nn.Module) -> tuple[dict[int, HFStage], Engine]:
+        """This rank's stages of a model, and their Engine."""
+        settings, args = self.settings, self.args
+        schedule = settings.build_schedule(self._num_microbatches)
+        rank = self._mesh["pp"].get_local_rank()
+        stages = hf_stages(model, schedule, rank, layers=settings.layers, device=args.device)
+        require_whole(model, stages)
+        parallelize(stages, self._mesh, ep=settings.ep)
+        options = engine_options(args, settings)
+        return stages, Engine(schedule, stages, mesh=self._mesh, device=args.device, **options)
+
+    @property
+    def _num_parts(self) -> int:
+        """The number of microbatches of a batch of the data loader."""
+        return self._num_microbatches // self.args.gradient_accumulation_steps
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Stages are on the device; the full model stays where it is."""
@@ -118,13 +139,20 @@ class PipelinedTrainer(Base):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        parts = self._num_microbatches // self.args.gradient_accumulation_steps
-        microbatches = [part for index, batch in enumerate(batches) for part in divide(batch, parts, index)]
+        parts = [part for index, batch in enumerate(batches) for part in self._divide(batch, self._num_parts, index)]
+        microbatches = self._prepare_microbatches(parts)
         loss = self._create_loss(microbatches, len(batches))
         with self._autocast():
             result = self.engine.train_step(microbatches, loss)
         self._log_step("train", result, batches)
         return torch.tensor(result.loss, device=self.args.device)
+
+    def _divide(self, batch: Batch, parts: int, index: int = 0) -> list[dict[str, Any]]:
+        return list(divide(batch, parts, index))
+
+    def _prepare_microbatches(self, microbatches: Sequence[Batch]) -> list[Batch]:
+        """The microbatches of a step with what its loss takes beside them."""
+        return list(microbatches)
 
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -146,16 +174,22 @@ class PipelinedTrainer(Base):
 
     def _without_repeated(self, batch: Batch) -> Batch:
         """A batch without labels of the rows that fill up the last one of an evaluation, so that they do not count."""
-        state = self.accelerator.gradient_state
-        if not state.end_of_dataloader or state.remainder <= 0:
-            return batch
         num_rows = len(batch["input_ids"])
-        left = max(0, state.remainder - self.accelerator.process_index * num_rows)
+        left = self._count_left(num_rows)
+        if left == num_rows:
+            return batch
         names = [name for name in ("labels", "shift_labels") if name in batch]
         hidden = torch.arange(num_rows, device=batch["input_ids"].device)[:, None] >= left
         return {**batch, **{name: batch[name].masked_fill(hidden, IGNORE) for name in names}}
 
-    def _create_loss(self, microbatches: Sequence[Batch], num_batches: int) -> TokenLoss:
+    def _count_left(self, num_rows: int) -> int:
+        """The rows of an evaluation's batch that are not repeated ones."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return num_rows
+        return min(num_rows, max(0, state.remainder - self.accelerator.process_index * num_rows))
+
+    def _create_loss(self, microbatches: Sequence[Batch], num_batches: int) -> Any:
         loss = TokenLoss(
             function=self.compute_loss_func,
             is_dft=getattr(self.args, "loss_type", "") == "dft",

@@ -10,6 +10,7 @@ import transformers
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError, short
 from zeropipe.integrations.trainer.arguments import check_class
+from zeropipe.integrations.trainer.dpo import PipelinedDPOTrainer, is_dpo
 from zeropipe.integrations.trainer.mixin import PipelinedTrainer
 from zeropipe.integrations.trainer.settings import PipelineSettings
 
@@ -25,7 +26,7 @@ def pipelined(
     layers: Sequence[int] | None = None,
     **options: Any,
 ) -> type[T]:
-    """A subclass of `transformers.Trainer` or `trl.SFTTrainer` that trains on a pipeline, under torchrun.
+    """A subclass of transformers' Trainer, TRL's SFTTrainer or DPOTrainer that trains on a pipeline, under torchrun.
 
         Trainer = pipelined(SFTTrainer, schedule="zbv", mesh={"pp": 2, "dp_shard": 2}, microbatches=8)
         trainer = Trainer(model=..., args=SFTConfig(...), train_dataset=...)
@@ -38,9 +39,12 @@ def pipelined(
     Engine (`compile`, `ac`, `timeout` and others).
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, transformers.Trainer)):
-        raise ConfigError(f"{short(trainer_class)}: must be transformers.Trainer, trl.SFTTrainer or a subclass of one")
+        raise ConfigError(
+            f"{short(trainer_class)}: must be transformers.Trainer, trl.SFTTrainer, trl.DPOTrainer or a subclass"
+        )
     settings = PipelineSettings.create(schedule, mesh, microbatches, layers, options)
-    made = type(f"Pipelined{trainer_class.__name__}", (PipelinedTrainer, trainer_class), {"settings": settings})
+    base = PipelinedDPOTrainer if is_dpo(trainer_class) else PipelinedTrainer
+    made = type(f"Pipelined{trainer_class.__name__}", (base, trainer_class), {"settings": settings})
     made.__module__ = __name__
     check_class(made)
     return made
