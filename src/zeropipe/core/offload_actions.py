@@ -62,10 +62,10 @@ def check_offloading(schedule: Schedule, rows: PackedRows) -> None:
     """Raise unless every OFFLOAD follows its F, and is followed by one RELOAD before the backward."""
     problem = schedule.problem
     xp: Arrays = arrays(rows.num_codes)
-    state = xp.full_ints(problem.num_stages * problem.num_microbatches)
+    state = xp.full_ints(problem.num_stages * problem.total_slices)
     index, fault = xp.call(
         check_kernel, xp.ints(rows.codes), xp.list_ints(rows.offsets), flat_tables(xp, schedule.placement),
-        problem.num_stages, problem.num_microbatches, schedule.second_from, state,
+        problem.num_stages, problem.total_slices, schedule.second_slice_from, state,
     )  # fmt: skip
     if fault:
         raise _offloading_error(schedule, rows, int(index), int(fault))
