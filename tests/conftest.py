@@ -10,6 +10,7 @@ import fork_server
 import pytest
 from browser import browser, fold_skips, pages, watched  # noqa: F401
 from page_fixtures import address, visit  # noqa: F401
+from worst_errors import print_worst, report_error  # noqa: F401
 
 from zeropipe.schedules import registry
 
@@ -83,6 +84,7 @@ def compile_cache(tmp_path_factory) -> Path:
 def pytest_terminal_summary(terminalreporter):
     """Print the figures that tests recorded with `record_property("says", text)`; one line for a missing browser."""
     fold_skips(terminalreporter.stats.get("skipped", []))
+    print_worst(terminalreporter)
     for report in terminalreporter.stats.get("passed", []):
         for name, text in report.user_properties:
             if name == "says":

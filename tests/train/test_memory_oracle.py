@@ -1,10 +1,10 @@
 """Predicted memory against the engine: random layouts, measured by item; nobody tunes costs to them.
 
-`make test` has some of them, `make test-full` more: ZEROPIPE_LAYOUTS of them, 300 by default.
+`make test` has some of them, `make test-full` 300, or those that ZEROPIPE_LAYOUTS says: `30`, or `30:60`. The largest
+error of each item is printed at the end.
 """
 
 import json
-import os
 from unittest import mock
 
 import pytest
@@ -16,6 +16,7 @@ pytest.importorskip("peft")
 import memory_cases as cases
 from engine_helpers import ranks
 from full_marker import mark_rest_full
+from portions import portion
 
 import zeropipe as zp
 from zeropipe.core.action import actions_of
@@ -28,7 +29,7 @@ LIMIT = 0.10
 REGATHERED_LIMIT = 0.15  # of a peak in which units are gathered and reduced one by one
 ROLLING_LIMIT = 0.20  # of gradients: on a CPU a unit is reduced at once, and not while those of the next are computed
 COMMON = {4: (24, 40, 44)}  # seeds for `make test`, by the number of processes
-NUM_LAYOUTS = int(os.environ.get("ZEROPIPE_LAYOUTS", "300"))
+LAYOUTS = portion("ZEROPIPE_LAYOUTS", 300)
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +37,6 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **cases.MODEL}))
     return str(folder)
-
-
-@pytest.fixture(scope="module")
-def worst():
-    """The largest error of each item, printed at the end."""
-    found = {}
-    yield found
-    for item, (error, layout) in sorted(found.items()):
-        print(f"\nworst {item}: {error:+.1%} ({layout})", end="")
 
 
 def preview_on_cpu(config):
@@ -58,7 +50,7 @@ def without_overlaps(schedule):
     return zp.Schedule.of(schedule.problem, schedule.placement, rows, schedule.name)
 
 
-def check(config, number, worst, measure=cases.measure_step):
+def check(config, number, report_error, measure=cases.measure_step):
     predicted = preview_on_cpu(config).ranks
     limits = dict.fromkeys(("peak", *cases.ITEMS), LIMIT)
     if config.engine.gradients != "whole":
@@ -70,17 +62,17 @@ def check(config, number, worst, measure=cases.measure_step):
         memory["optimizer"] += memory.pop("masters")
         errors = cases.errors(memory, measured, cases.bytes_under_way(config))
         for item, error in errors.items():
-            worst[item] = max(worst.get(item, (0.0, "")), (error, cases.describe(config)), key=lambda one: abs(one[0]))
+            report_error(item, error, cases.describe(config))
         wrong = {item: f"{error:+.1%}" for item, error in errors.items() if abs(error) > limits[item]}
         assert not wrong, (cases.describe(config), memory, measured)
 
 
 @pytest.mark.parametrize(("number", "seed"), [(number, seed) for number in COMMON for seed in COMMON[number]])
-def test_memory_of_some_layouts(number, seed, model, worst):
-    check(cases.draw(seed, number, model), number, worst)
+def test_memory_of_some_layouts(number, seed, model, report_error):
+    check(cases.draw(seed, number, model), number, report_error)
 
 
-def test_memory_of_16_bit_shards_without_master_weights(model, worst):
+def test_memory_of_16_bit_shards_without_master_weights(model, report_error):
     """Gradients add up in float32 all the same."""
     drawn = cases.draw(2, 2, model)
     config = drawn.model_copy(update={
@@ -88,7 +80,7 @@ def test_memory_of_16_bit_shards_without_master_weights(model, worst):
         "mesh": drawn.mesh.model_copy(update={"pp": 1, "dp_shard": 2, "tp": 1, "sequence_parallel": False}),
         "optimizer": drawn.optimizer.model_copy(update={"master_weights": False}),
     })  # fmt: skip
-    check(config, 2, worst)
+    check(config, 2, report_error)
 
 
 ROLLING = [
@@ -101,7 +93,7 @@ ROLLING = [
 
 
 @pytest.mark.parametrize(("sizes", "schedule", "gradients", "ac"), ROLLING, ids=str)
-def test_memory_of_rolling_gradients(sizes, schedule, gradients, ac, tmp_path, worst):
+def test_memory_of_rolling_gradients(sizes, schedule, gradients, ac, tmp_path, report_error):
     """Of a model whose blocks are most of it."""
     config = {"model_type": "llama", **cases.MODEL, "num_hidden_layers": 12}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -112,7 +104,7 @@ def test_memory_of_rolling_gradients(sizes, schedule, gradients, ac, tmp_path, w
     }) for policy in ("whole", gradients)]  # fmt: skip
     whole, rolling = ([rank.memory["gradients"] for rank in preview(config).ranks] for config in runs)
     assert max(map(float.__truediv__, rolling, whole)) < 0.85
-    check(runs[1], 4, worst)
+    check(runs[1], 4, report_error)
 
 
 PARTS = [
@@ -131,18 +123,18 @@ PARTS = [
 @pytest.mark.parametrize(
     ("sizes", "seed", "ac", "sequence", "packing", "keys"), mark_rest_full(PARTS, lambda it: it in (PARTS[1], PARTS[6]))
 )
-def test_memory_of_parts_of_sequences(sizes, seed, ac, sequence, packing, keys, tmp_path, worst):
+def test_memory_of_parts_of_sequences(sizes, seed, ac, sequence, packing, keys, tmp_path, report_error):
     fields = {"model_type": "llama", **cases.MODEL, "num_key_value_heads": keys}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     drawn = cases.draw(seed, 2, str(tmp_path))
     kind = {"kind": "tokens", "path": ("not.read",)} if packing else {"kind": "synthetic", "path": None}
     config = cases.divide(drawn, sizes, sequence=sequence, packing=packing, **kind)
     engine = config.engine.model_copy(update={"ac": ac, "shards": "keep"})
-    check(config.model_copy(update={"engine": engine}), config.mesh.num_processes, worst)
+    check(config.model_copy(update={"engine": engine}), config.mesh.num_processes, report_error)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_memory_of_logits_in_chunks(schedule, model, worst, monkeypatch):
+def test_memory_of_logits_in_chunks(schedule, model, report_error, monkeypatch):
     """One chunk is there at a time, or their gradients until W."""
     drawn = cases.draw(1, 2, model)
     config = drawn.model_copy(update={
@@ -152,11 +144,11 @@ def test_memory_of_logits_in_chunks(schedule, model, worst, monkeypatch):
         "data": drawn.data.model_copy(update={"microbatch": 2, "batch": 8}),
     })  # fmt: skip
     monkeypatch.setattr(head, "PLAIN_NUMBERS", cases.CHUNK_NUMBERS)
-    check(config, 2, worst, cases.measure_step_in_chunks)
+    check(config, 2, report_error, cases.measure_step_in_chunks)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(1000, 1000 + NUM_LAYOUTS))
-def test_memory_of_many_layouts(seed, model, worst):
+@pytest.mark.parametrize("seed", [1000 + layout for layout in LAYOUTS])
+def test_memory_of_many_layouts(seed, model, report_error):
     number = 4 if seed % 3 else 2
-    check(cases.draw(seed, number, model), number, worst)
+    check(cases.draw(seed, number, model), number, report_error)

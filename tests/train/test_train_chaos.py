@@ -1,14 +1,13 @@
 """Runs that are struck again and again, each time on another layout: their curve is that of a run left alone.
 
 A fault is a kill -9, a SIGSTOP, a cut cable or a full disk, which ends with a kill, at a random moment; checkpoints are
-written all the time. ZEROPIPE_FAULTS is the number of faults, 264 if it is not set: more than 200 are kills and
-stops. Each test has a run of its own, so that some can be run alone.
+written all the time. ZEROPIPE_FAULTS are the faults, all 264 if it is not set (`12` are the first, `120:264` others):
+more than 200 are kills and stops. Each test has a run of its own, so that some can be run alone.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import random
 import subprocess
 import time
@@ -19,6 +18,7 @@ import pytest
 pytest.importorskip("torch")
 
 import setup_fault_cases as cases
+from portions import portion
 from process_tools import alive, children, until
 from struck_jobs import FIELDS, LATER, TIMEOUT, job_of, require_named
 from train_runs import metrics_of, model_directory
@@ -28,7 +28,7 @@ from zeropipe.train.loop.checkpoints import list_steps, read_pointer
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
-FAULTS = int(os.environ.get("ZEROPIPE_FAULTS", "264"))
+FAULTS = portion("ZEROPIPE_FAULTS", 264)
 FAULTS_PER_RUN = 8
 KINDS = ["kill", "kill", "kill", "stop", "stop", "cut", "cut", "full disk", "kill on a full disk"]
 LAYOUTS = [
@@ -162,18 +162,18 @@ def finish(model, output, mesh, schedule, steps):
 
 
 def test_more_than_200_faults_are_kills_and_stops():
-    if FAULTS < 264:
+    if len(FAULTS) < 264:
         pytest.skip("ZEROPIPE_FAULTS asks for fewer")
     ends = sum("kill" in kind or kind in ("stop", "full disk") for kind in KINDS) / len(KINDS)
-    assert FAULTS * ends > 200
+    assert len(FAULTS) * ends > 200
 
 
-@pytest.mark.parametrize("seed", range(math.ceil(FAULTS / FAULTS_PER_RUN)))
+@pytest.mark.parametrize("seed", range(FAULTS.start // FAULTS_PER_RUN, math.ceil(FAULTS.stop / FAULTS_PER_RUN)))
 def test_a_run_that_is_struck_again_and_again_has_the_curve_of_one_that_is_not(tmp_path, seed):
     chance, model = random.Random(seed), model_directory(tmp_path / "model")
     with small_disk(tmp_path / "disk") as disk:
         output = disk / "out"
-        for _ in range(min(FAULTS_PER_RUN, FAULTS - seed * FAULTS_PER_RUN)):
+        for _ in range(min(FAULTS_PER_RUN, FAULTS.stop - seed * FAULTS_PER_RUN)):
             one_fault(model, output, chance)
             require_whole(output / "checkpoints")
         ours = finish(model, output, *chance.choice(LAYOUTS), last_step(output) + 2)

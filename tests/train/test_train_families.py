@@ -5,14 +5,13 @@ Configs, layouts and options are random; ZEROPIPE_SEEDS is how many of each type
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from family_models import EXACT
 from family_train_cases import draw, load_plain
+from portions import portion
 from train_runs import metrics_of, plain_steps, train_on
 
-SEEDS = range(int(os.environ.get("ZEROPIPE_SEEDS", "1")))
+SEEDS = portion("ZEROPIPE_SEEDS", 1)
 # Some types compute their rotation, their softmax or their routers in float32. A difference grows from step to step.
 TOLERANCES = (1e-4, 5e-3, 5e-3, 1e-2)
 QUICK = (("qwen3_moe", 0),)
