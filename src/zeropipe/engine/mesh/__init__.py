@@ -20,4 +20,5 @@ context_parallel    parts of every sequence on the processes of `cp`
 cp_stage            one stage with its part of each sequence: inputs, masks and sums
 cp_attention        attention over the keys and values of all processes
 cp_check            a small copy of the model in parts of sequences, compared with the full model
+slice_check         the same in slices of sequences
 """

@@ -7,6 +7,7 @@ hf           HFStage: some layers of a Hugging Face decoder model
 cut          how a model's own forward is made to begin and to end at a layer
 packing      packed sequences (cu_seqlens): position ids, masks and rotary embeddings that keep them apart
 packed_attention  the kernels that attend in packed rows without a dense mask
+slices       slices of sequences, run one after the other; slice_attention: their attention to those before
 sequence_parts  the parts of a sequence that the processes of `cp` have
 router_loss  the load-balancing loss of a mixture of experts, summed over stages
 

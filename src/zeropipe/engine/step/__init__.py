@@ -8,6 +8,7 @@ dtensor_messages  DTensors between stages
 streams           two CUDA streams for Overlaps
 overlaps          Overlaps whose F and B take turns
 dynamic           dynamic W: pending weight gradients run while a rank waits
+offload           OFFLOAD and RELOAD: activations to the host and back
 in_place          tensors that a stage modifies in place
 losses            losses by microbatch, and the result of a step
 sums              sums of gradients over copies, ties and replicas
@@ -16,5 +17,6 @@ equal             comparison of values that must be equal on several ranks
 watchers          labels for torch.profiler, the check for NaN
 recorder          the recorded Timeline
 shard_recorder    gathers and reductions of sharded stages in it
+copy_recorder     copies of activations in it
 clock             the clocks of several machines
 """
