@@ -16,6 +16,7 @@ from zeropipe.core.placement import Problem
 from zeropipe.core.resize import resize
 from zeropipe.core.slices import balanced_shares, parse_shares, slices_as_microbatches, token_bounds
 from zeropipe.schedules.registry import entries, find
+from zeropipe.sim.fit import fit
 
 SCHEDULES = [
     zp.build("seq1f1b", ranks=3, microbatches=3, slices=4),
@@ -255,3 +256,11 @@ def test_every_schedule_with_slices_at_every_size(name, slices):
         schedule = zp.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, slices=slices)
         zp.check(schedule)
         assert zp.from_csv(zp.to_csv(schedule)) == schedule
+
+
+@sliced
+def test_costs_fitted_to_a_timeline_predict_it(schedule):
+    timeline = zp.simulate(schedule, zp.Costs(f=2, i=1, w=1, activation=3))
+    again = zp.simulate(schedule, fit(timeline))
+    assert again.makespan == pytest.approx(timeline.makespan)
+    assert again.peak_memory == pytest.approx(timeline.peak_memory)

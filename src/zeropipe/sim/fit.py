@@ -16,7 +16,6 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.shard_actions import with_shards
 from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.timeline import Span, Timeline
-from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs
 
 
@@ -24,19 +23,14 @@ def fit(timeline: Timeline) -> Costs:
     """Costs whose simulation resembles `timeline`: mean times per kind and stage, the mean message, memory.
 
     The time that a rank spends between two actions without waiting for data (the executor's overhead) is divided evenly
-    among its actions.
+    among its actions. With slices, a microbatch costs as much as so many mean slices.
     """
-    if timeline.schedule.num_slices > 1:
-        raise ConfigError(
-            f"{timeline.title} has {timeline.schedule.num_slices} slices per microbatch: costs are fitted to runs "
-            "without slices only"
-        )
-    num_stages = timeline.schedule.num_stages
+    num_stages, num_slices = timeline.schedule.num_stages, timeline.schedule.num_slices
     steps = [step for rank in range(timeline.num_ranks) for step in timeline.steps(rank)]
     durations = _durations_without_waits(timeline)
     overhead = overhead_per_action(timeline)
     f, b, i, w = (
-        [time + overhead for time in _mean_durations(kind, durations, steps, num_stages)]
+        [num_slices * (time + overhead) for time in _mean_durations(kind, durations, steps, num_stages)]
         for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
     )
     w = [time * timeline.schedule.problem.num_weight_parts for time in w]
@@ -45,6 +39,7 @@ def fit(timeline: Timeline) -> Costs:
     else:
         b = [time if (Kind.B, s) in durations else i[s] + w[s] for s, time in enumerate(b)]
     activation, stash, weights = _fit_memory(timeline)
+    activation, stash = ([num_slices * size for size in sizes] for sizes in (activation, stash))
     sharding = {} if timeline.sharding is None else _fit_sharding(timeline, timeline.sharding, durations)
     return Costs(
         f=f, i=i, w=w, b=b, overlap=_fit_overlap(steps, f, b, overhead), p2p=find_reasons(timeline).message,

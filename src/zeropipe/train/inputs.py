@@ -108,6 +108,7 @@ def build_schedule(config: RunConfig) -> Schedule:
         ranks=None if is_file else ranks,
         microbatches=None if is_file else config.num_microbatches,
         stages_per_rank=choose_stages_per_rank(config),
+        **({} if table.slices == 1 else {"slices": table.slices}),
         **table.options,
     )
     schedule = found.schedule if isinstance(found, Timeline) else found

@@ -79,6 +79,8 @@ def explain_exchanges(config: RunConfig) -> str:
 
 def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     """Why `costs` cannot predict this run; empty if they can."""
+    if config.schedule.slices > 1:
+        return f"no prediction with schedule.slices={config.schedule.slices}: costs of attention are of whole sequences"
     if reason := explain_exchanges(config):
         return reason
     data, engine = config.data, config.engine

@@ -22,7 +22,10 @@ from zeropipe.train.config.read import limit_lines
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.inputs import build_schedule, choose_layers, load_layer_costs, load_text_config
 
-SIZE_FIELDS = {"ranks": "mesh.pp", "microbatches": "data.batch", "stages_per_rank": "schedule.stages_per_rank"}
+SIZE_FIELDS = {
+    "ranks": "mesh.pp", "microbatches": "data.batch", "stages_per_rank": "schedule.stages_per_rank",
+    "slices": "schedule.slices",
+}  # fmt: skip
 # field -> the choice that reads it; with another choice it would be ignored
 ONLY_WITH = {
     "optimizer.momentum": ("optimizer.name", ("sgd",)), "optimizer.betas": ("optimizer.name", ("adamw", "adam")),
@@ -158,6 +161,12 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
     table = config.schedule
     for name in SIZE_FIELDS.keys() & table.options.keys():
         yield f"schedule.options.{name} is not an option of schedules; use {SIZE_FIELDS[name]}"
+        return
+    if config.mesh.cp > 1 and table.slices > 1:
+        yield f"schedule.slices={table.slices}: slices do not run with mesh.cp={config.mesh.cp}; use one of them"
+        return
+    if table.slice_sizes is not None and len(table.slice_sizes) != table.slices:
+        yield f"schedule.slice_sizes has {len(table.slice_sizes)} numbers: must be schedule.slices={table.slices}"
         return
     if table.layers is not None:
         redundant = [name for name in ("first_less", "last_less", "layers_per_stage") if getattr(table, name)]

@@ -23,6 +23,7 @@ UpToOne = Annotated[float, Field(strict=True, ge=0, le=1), "a number from 0 to 1
 Fraction = Annotated[float, Field(strict=True, gt=0, le=1), "a number above 0 and at most 1"]
 Betas = Annotated[tuple[BelowOne, BelowOne], "2 numbers of at least 0 and below 1"]
 Layers = Annotated[tuple[Index, ...], "a list of non-negative integers, like [2, 3, 3, 2]"]
+Sizes = Annotated[tuple[Positive, ...], "a list of positive numbers, like [5, 3]"]
 Options = Annotated[dict[str, Any], "a table, like {group_size = 4}"]
 Strings = Annotated[str | tuple[str, ...], "a string or a list of strings"]
 Dtype = Literal["float32", "bfloat16", "float64"]
@@ -118,6 +119,13 @@ class ScheduleTable(Table):
     )
     stages_per_rank: Count | None = Field(
         default=None, description="Stages on each rank. Default: that of the schedule."
+    )
+    slices: Count = Field(
+        default=1,
+        description="Slices of the sequences of each microbatch, for schedules that have them, like `seq1f1b`.",
+    )
+    slice_sizes: Sizes | None = Field(
+        default=None, description="Tokens of each slice, or numbers in their ratio. Default: equal ones."
     )
     options: Options = Field(default_factory=dict, description="Options of the schedule, like `group_size`.")
     layers: Layers | None = Field(default=None, description="Number of layers of each stage.")

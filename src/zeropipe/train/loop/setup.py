@@ -119,7 +119,8 @@ def make_engine(config: RunConfig, position: RankPosition, stages: dict[int, Any
         build_schedule(config), stages, mesh=position.mesh, device=position.device, compile=table.compile,
         ac=table.ac, split=table.split, dynamic_weights=table.dynamic_weights, overlap=table.overlap,
         direct_gradients=position.device.type == "cuda" if direct is None else direct,
-        fused_head=table.fused_head, regather=table.shards == "regather", gradients=table.gradients,
+        slice_sizes=config.schedule.slice_sizes, fused_head=table.fused_head, regather=table.shards == "regather",
+        gradients=table.gradients,
         timeout=table.timeout,
     )  # fmt: skip
 
