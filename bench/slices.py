@@ -1,8 +1,8 @@
 """Peak memory and time of a step against tokens, with and without slices: `python bench/slices.py` on one GPU.
 
 Few layers with the shapes of Qwen3-8B, full checkpointing, one sequence per step: whole, and in slices (seq1f1b). Loss
-and gradient norm must be those of the whole. Beside the measured peak of a step, without weights and gradients, is that
-of the simulator: inputs of layers, keys and values and the gradients of keys, and the rest of the whole's peak by slice.
+and gradient norm must be those of the whole. Beside the measured peak of a step, without weights and gradients, is the
+simulator's: inputs of layers, keys and values and the gradients of keys, and a slice's share of what else the whole has.
 """
 
 from __future__ import annotations
