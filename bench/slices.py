@@ -2,7 +2,7 @@
 
 Few layers with the shapes of Qwen3-8B, full checkpointing, one sequence per step: whole, and in slices (seq1f1b). Loss
 and gradient norm must be those of the whole. Beside the measured peak of a step, without weights and gradients, is the
-simulator's: inputs of layers, keys and values and the gradients of keys, and a slice's share of what else the whole has.
+simulator's: inputs of layers, keys and values and the gradients of keys, and a share of the rest.
 """
 
 from __future__ import annotations

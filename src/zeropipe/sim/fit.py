@@ -16,6 +16,7 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.shard_actions import with_shards
 from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.timeline import Span, Timeline
+from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs
 
 
