@@ -6,7 +6,7 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.core.placement import PLACEMENTS, Problem
-from zeropipe.planning.candidates import _lower_bounds
+from zeropipe.planning.candidates import _lower_bounds, drop_too_large, least_memory
 from zeropipe.planning.layouts import Layout
 from zeropipe.planning.rows import Candidate
 from zeropipe.searching.bounds.lower_bound import lower_bound
@@ -31,6 +31,7 @@ def test_what_is_left_out_unseen_could_not_fit(long):
     assert all(layout.shard_cp == (layout.cp > 1) for layout in layouts)
     for row in rows:
         seconds, needs = _lower_bounds(long.context, row.candidate.run)
+        needs = needs if row.candidate.shards == "keep" else least_memory(long.context, row.candidate.run)
         assert seconds <= row.makespan * (1 + 1e-9), row.candidate
         assert needs <= row.memory.peak * (1 + 1e-9), row.candidate
     assert all(row.gap is None or row.gap >= -1e-9 for row in long.rows)
@@ -58,3 +59,16 @@ def test_bounds_with_exchanges_are_below_the_optimum(placement, per_rank, long):
         bound = lower_bound(task)
         optimum = solve(task, None, 4 * bound, 0.0, seconds=60, workers=1).bound
         assert 0 < bound <= optimum < 4 * bound
+
+
+def test_runs_whose_weights_must_be_gathered_again_come_last(long):
+    """So a limited number of candidates has all that a plan without it has."""
+    context = long.context
+    runs = list(dict.fromkeys(row.candidate.run for row in (*long.rows, *long.misfits)))
+    possible, oversized = drop_too_large(context, runs)
+    fits = [_lower_bounds(context, run)[1] <= context.memory_limit for run in possible]
+    assert fits == sorted(fits, reverse=True)
+    assert set(fits) == {True, False}
+    kept, over = drop_too_large(replace(context, shard_modes=("keep",)), runs)
+    assert kept == possible[: len(kept)]
+    assert {misfit.run for misfit in oversized} < {misfit.run for misfit in over}

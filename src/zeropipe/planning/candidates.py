@@ -71,24 +71,31 @@ def _is_no_better(context: PlanContext, run: Run, other: Run, on_equal: bool) ->
 
 
 def drop_too_large(context: PlanContext, runs: Sequence[Run]) -> tuple[list[Run], list[OversizedRun]]:
-    """Return the runs that may fit, in the order of their least time, and those that no schedule can make fit."""
+    """Return the runs that may fit, in the order of their least time, and those that no schedule can make fit.
+
+    Those that may fit only if weights are gathered for every microbatch come last.
+    """
     possible, oversized = [], []
     for run in runs:
         seconds, needs = _lower_bounds(context, run)
-        if needs > context.memory_limit:
-            oversized.append(OversizedRun(run, needs, needs - context.memory_limit))
+        saved = _regathered_bytes(context, run)
+        if needs - saved > context.memory_limit:
+            oversized.append(OversizedRun(run, needs - saved, needs - saved - context.memory_limit))
         else:
-            possible.append((seconds, run))
-    return [run for _, run in sorted(possible)], sorted(oversized, key=lambda misfit: misfit.excess)
+            possible.append((needs > context.memory_limit, seconds, run))
+    return [run for *_, run in sorted(possible)], sorted(oversized, key=lambda misfit: misfit.excess)
 
 
 def least_memory(context: PlanContext, run: Run) -> float:
     """A lower bound of a run's bytes with any schedule."""
-    return _lower_bounds(context, run)[1]
+    return _lower_bounds(context, run)[1] - _regathered_bytes(context, run)
 
 
 def _lower_bounds(context: PlanContext, run: Run) -> tuple[float, float]:
-    """Lower bounds of a run's seconds and bytes: all work, and weights and one microbatch, divided evenly by ranks."""
+    """Lower bounds of a run's seconds and bytes: all work, and weights and one microbatch, divided evenly by ranks.
+
+    Weights are gathered once per step.
+    """
     costs, kinds, pp = context.costs, context.setting(run).kinds, run.layout.pp
     layers = [*context.decoder_layers(run), *(kinds[kind] for kind in (*costs.before, *costs.after))]
     work, exchanging = (sum(map(time, layers)) for time in (_work, lambda layer: layer.exchanging))
@@ -102,11 +109,16 @@ def _lower_bounds(context: PlanContext, run: Run) -> tuple[float, float]:
             trained=held.trained - min(shared.num_trained, held.trained),
             frozen=held.frozen - min(shared.num_frozen, held.frozen),
         )
-    state = costs.state_of(run.layout.tp)
-    may_gather_again = run.layout.num_shards > 1 and "regather" in context.shard_modes
-    resident = state.resident_shards if may_gather_again else state.resident
-    needs = (resident(held, run.layout.shards) + least_activations) / pp
+    needs = (costs.state_of(run.layout.tp).resident(held, run.layout.shards) + least_activations) / pp
     return (run.num_microbatches * work + (pp - 1) * forward / pp) / pp, needs
+
+
+def _regathered_bytes(context: PlanContext, run: Run) -> float:
+    """Bytes of full weights that a rank need not have all the time, if they may be gathered for every microbatch."""
+    if run.layout.num_shards == 1 or "regather" not in context.shard_modes:
+        return 0.0
+    held = Held.sum(layer.held for layer in context.decoder_layers(run))
+    return context.costs.state.full_weights(held.trained, held.frozen) / run.layout.pp
 
 
 def _work(layer: LayerCost) -> float:
