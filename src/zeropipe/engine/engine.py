@@ -173,8 +173,7 @@ class Engine:
             if stage.blocks is not None:
                 set_blocks(stage.blocks, stage.first_layer, compile=self.options.compile, ac=self.options.ac)
             is_last = stage.number == self.schedule.num_stages - 1
-            has_parts = setup.find_part([stage.module]) is not None or self.schedule.num_slices > 1
-            if self.options.fused_head and is_last and not has_parts:
+            if self.options.fused_head and is_last and setup.find_part([stage.module]) is None:
                 self._fuse_head(stage.module)
 
     def _fuse_head(self, stage: nn.Module) -> None:

@@ -82,9 +82,9 @@ class FusedHead:
             call, targets.labels.flatten(), None if bias is None else to_local(bias),
             *(term.x for term in terms), *(to_local(term.parameter) for term in terms),
         )  # fmt: skip
-        shape = targets.labels.shape
-        without_last = losses.view(shape)[:, :-1].clone()  # FSDP2 warns of views
-        return TokenLosses(without_last, None if entropies is None else entropies.view(shape)[:, :-1].clone())
+        shape, end = targets.labels.shape, None if targets.is_slice else -1
+        found = losses.view(shape)[:, :end].clone()  # FSDP2 warns of views
+        return TokenLosses(found, None if entropies is None else entropies.view(shape)[:, :end].clone())
 
 
 def _vocabulary_mesh(layer: Any) -> Any:
@@ -95,7 +95,8 @@ def _vocabulary_mesh(layer: Any) -> Any:
 
 def _whole_losses(logits: Tensor, targets: Targets) -> TokenLosses:
     """The same of whole logits."""
-    logits, labels = logits[..., :-1, :], targets.labels[:, :-1]
+    end = None if targets.is_slice else -1
+    logits, labels = logits[..., :end, :], targets.labels[:, :end]
     return TokenLosses(token_losses(logits, labels, -1), token_entropies(logits) if targets.entropies else None)
 
 

@@ -34,10 +34,14 @@ class Targets(NamedTuple):
     labels: Tensor  # of each token, the next one: (sequences, tokens); -1 for none
     factor: float | None = None  # of each loss in the loss of the step; None: not known before the backward
     entropies: bool = False
+    is_slice: bool = False  # the tokens are a slice of their rows: also the last one has a next one
 
 
 class TokenLosses(NamedTuple):
-    """The losses of all tokens but the last of each row, and the entropies of their distributions if requested."""
+    """The losses of all tokens but the last of each row, and the entropies of their distributions if requested.
+
+    Of a slice of rows, those of all its tokens.
+    """
 
     losses: Tensor
     entropies: Tensor | None = None

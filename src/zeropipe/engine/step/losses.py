@@ -210,7 +210,11 @@ class LossAccumulator:
     def targets(self, microbatch: Mapping[str, Any]) -> Targets | None:
         """What a fused head computes of a microbatch; None where the loss is of logits."""
         find = find_targets(self.loss_fn)
-        return find and find(microbatch)._replace(factor=1 / self.total_count if self.total_count else None)
+        if find is None:
+            return None
+        found = find(microbatch)._replace(factor=1 / self.total_count if self.total_count else None)
+        part = microbatch.get(SLICE)
+        return found if part is None else found._replace(labels=part.take(found.labels, -1), is_slice=True)
 
     def add_input(self, tensor: Tensor) -> None:
         """Register a tensor that is no parameter of a stage, before a gradient of this step reaches it."""
