@@ -15,7 +15,7 @@ from zeropipe.estimating.operators import Sizes
 _WIDE = 4  # bytes of what both passes over a chunk compute
 # uncompiled, the second pass has three tensors of a chunk and a mask, beside the logits and their float32 copy
 _COPIES = 3 * _WIDE + 1
-_PLAIN_MOVED = 20 * _WIDE  # uncompiled, bytes that both passes read and write for each of the logits
+_PLAIN_MOVED = 33 * _WIDE  # uncompiled, bytes of each of the logits that take as long as both passes (bench/head.py)
 
 
 @dataclass(frozen=True)
