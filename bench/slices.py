@@ -18,6 +18,7 @@ from transformers import Qwen3Config
 
 import zeropipe as zp
 from zeropipe.engine import CausalLMLoss, Engine, hf_stages
+from zeropipe.errors import EngineError
 
 GPU = torch.cuda.is_available()
 SHAPES = (
@@ -83,7 +84,9 @@ def main() -> None:
         for slices in (1, *map(int, args.slices.split(","))):
             try:
                 found = run(tokens, slices, args.layers, args.ac, args.steps)
-            except torch.cuda.OutOfMemoryError:
+            except (torch.cuda.OutOfMemoryError, EngineError) as error:
+                if "out of memory" not in str(error):
+                    raise
                 print(f"{tokens:>8} {slices:>6}  out of memory")
                 continue
             whole = found if slices == 1 else whole
