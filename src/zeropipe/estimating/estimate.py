@@ -105,7 +105,8 @@ def estimate(
         link=machine.intra_node_link, inter_node=machine.inter_node_link, state=state,
         machine={
             "gpu": machine.name, "peak_flops": machine.peak_of(dtype), "memory": machine.memory,
-            "bandwidth": machine.bandwidth, "efficiency": {**vars(machine.efficiency)},
+            "bandwidth": machine.bandwidth, "host_bandwidth": machine.host_bandwidth,
+            "efficiency": {**vars(machine.efficiency)},
         },
     )  # fmt: skip
 

@@ -52,6 +52,7 @@ class Gpu:
     intra_node: float  # to another GPU of the machine
     inter_node: float  # to a GPU of another machine
     float32: float = 0.0
+    host: float = 64e9  # to the memory of the host
     efficiency: Efficiency = Efficiency()
 
     def peak_of(self, dtype: str) -> float:
@@ -64,6 +65,11 @@ class Gpu:
         return Link(10e-6, self.intra_node * self.efficiency.link)
 
     @property
+    def host_bandwidth(self) -> float:
+        """Bytes/s that are reached to the memory of the host, and back."""
+        return self.host * self.efficiency.link
+
+    @property
     def inter_node_link(self) -> Link:
         """The same between machines."""
         return Link(20e-6, self.inter_node * self.efficiency.link)
@@ -71,7 +77,8 @@ class Gpu:
 
 _AMPERE = Efficiency(matmul=0.80, attention=0.60, attention_backward=0.50)
 
-# From the vendors' data sheets. Between machines: one 400 Gbit/s port per GPU, 200 Gbit/s for the older ones.
+# From the vendors' data sheets. To the host: 16 lanes of PCIe 5, or of PCIe 4 for the older ones.
+# Between machines: one 400 Gbit/s port per GPU, 200 Gbit/s for the older ones.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -81,12 +88,12 @@ GPUS = {
         Gpu("h800", 989.4e12, 3.35e12, 80e9, 200e9, 50e9, 66.9e12),
         Gpu("h20", 148e12, 4.0e12, 96e9, 450e9, 50e9, 44e12),
         Gpu("b200", 2250e12, 7.7e12, 180e9, 900e9, 50e9, 75e12),
-        Gpu("a100", 312e12, 2.039e12, 80e9, 300e9, 25e9, 19.5e12, _AMPERE),
-        Gpu("a100-40gb", 312e12, 1.555e12, 40e9, 300e9, 25e9, 19.5e12, _AMPERE),
-        Gpu("a800", 312e12, 2.039e12, 80e9, 200e9, 25e9, 19.5e12, _AMPERE),
-        Gpu("l40s", 362e12, 0.864e12, 48e9, 32e9, 25e9, 91.6e12),
-        Gpu("rtx4090", 165.2e12, 1.008e12, 24e9, 32e9, 12.5e9, 82.6e12),
-        Gpu("mi300x", 1307.4e12, 5.3e12, 192e9, 64e9, 50e9, 163.4e12, Efficiency(matmul=0.5, attention=0.35)),
+        Gpu("a100", 312e12, 2.039e12, 80e9, 300e9, 25e9, 19.5e12, 32e9, _AMPERE),
+        Gpu("a100-40gb", 312e12, 1.555e12, 40e9, 300e9, 25e9, 19.5e12, 32e9, _AMPERE),
+        Gpu("a800", 312e12, 2.039e12, 80e9, 200e9, 25e9, 19.5e12, 32e9, _AMPERE),
+        Gpu("l40s", 362e12, 0.864e12, 48e9, 32e9, 25e9, 91.6e12, 32e9),
+        Gpu("rtx4090", 165.2e12, 1.008e12, 24e9, 32e9, 12.5e9, 82.6e12, 32e9),
+        Gpu("mi300x", 1307.4e12, 5.3e12, 192e9, 64e9, 50e9, 163.4e12, 64e9, Efficiency(matmul=0.5, attention=0.35)),
     )
 }
 

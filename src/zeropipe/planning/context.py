@@ -58,13 +58,15 @@ class PlanContext:
     ) -> Costs:
         """Costs of a candidate's stages; without `gathers`, full weights and gradients are resident all the time."""
         layout = candidate.layout
-        return self.costs.costs(
+        costs = self.costs.costs(
             counts, self.setting(candidate), ac=candidate.ac, placement=placement, shards=layout.num_shards,
             gather=candidate.shards if gathers and layout.num_shards > 1 else None, gradients=candidate.gradients,
             shard_link=layout.shard_link(self.costs, self.gpus_per_node),
             node_size=layout.node_size(self.gpus_per_node),
             memory_limit=self.memory_limit if isfinite(self.memory_limit) else None, turns=candidate.turns,
         )  # fmt: skip
+        host = self.costs.machine.get("host_bandwidth")
+        return replace(costs, offload_bandwidth=float(host)) if isinstance(host, (int, float)) and host > 0 else costs
 
 
 def _optimizer_bandwidth(costs: LayerCosts) -> float | None:

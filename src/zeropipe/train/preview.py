@@ -23,7 +23,6 @@ from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.train.config.file_rules import has_weights
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.inputs import (
-    build_schedule,
     choose_layers,
     count_layers,
     estimated_rank,
@@ -31,6 +30,7 @@ from zeropipe.train.inputs import (
     load_layer_costs,
     open_shapes,
 )  # fmt: skip
+from zeropipe.train.schedule import build_run_schedule
 from zeropipe.train.stage_costs import (
     explain_exchanges,
     explain_mismatch,
@@ -100,7 +100,7 @@ class Preview:
 
 def preview(config: RunConfig) -> Preview:
     """Describe the run of a checked training file."""
-    loaded = build_schedule(config)
+    loaded = build_run_schedule(config)
     counts = choose_layers(config, loaded)
     schedule = resize(loaded, config.num_microbatches)
     notes: list[str] = []

@@ -22,7 +22,6 @@ from zeropipe.engine.torch_private import tensors as torch_tensors
 from zeropipe.engine.torch_private.saved import AnySlot, collect_saved, find_compiled
 
 LEAST_BYTES = 1 << 12  # of a storage: copying less takes longer than it frees memory for
-MAX_PENDING = 1  # copies to the host that may be under way when the next one begins
 
 Copy = Callable[[], int]  # copies, and returns the bytes
 WrapCopy = Callable[[Copy, Any], Copy]  # the second argument is the stream that it runs on
@@ -84,6 +83,7 @@ class Offloader:
         self.from_host = torch.cuda.Stream(device) if on_gpu else None
         self._saved: dict[tuple[int, int], SavedTensors] = {}
         self._pending: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()  # being copied, with their memory
+        self._before: torch.cuda.Event | None = None  # what was issued when the action before began
 
     @property
     def host_bytes(self) -> int:
@@ -93,7 +93,7 @@ class Offloader:
     @contextmanager
     def collect(self, cell: Cell) -> Iterator[None]:
         """Around the F of a cell: find what it keeps."""
-        self._settle()
+        self._keep_pace()
         saved = self._saved[cell.stage, cell.microbatch] = SavedTensors()
         with collect_saved(saved.slots):
             yield
@@ -129,11 +129,10 @@ class Offloader:
         self._release_inputs(cell, sources)
         if self.to_host is not None:
             self._pending.append((self.to_host.record_event(), sources))
-        self._settle(MAX_PENDING)
 
     def reload(self, cell: Cell, wrap: WrapCopy) -> None:
         """RELOAD: allocate memory, and start the copies back."""
-        self._settle()
+        self._free_copied()
         saved = self._saved[cell.stage, cell.microbatch]
         targets = [torch.empty_like(buffer.data, device=self._device) for buffer, _ in saved.copies]
         if self.from_host is not None and self.to_host is not None:
@@ -160,6 +159,7 @@ class Offloader:
 
     def wait(self, cell: Cell) -> None:
         """Before the backward of a cell: wait until its RELOAD has ended."""
+        self._keep_pace()
         saved = self._saved.pop((cell.stage, cell.microbatch))
         if saved.is_reloaded is not None:
             torch.cuda.current_stream(self._device).wait_event(saved.is_reloaded)
@@ -168,6 +168,7 @@ class Offloader:
         """Release what a step that failed has left."""
         self._saved.clear()
         self._pending.clear()
+        self._before = None
 
     def _run(self, copy: Copy, stream: torch.cuda.Stream | None, wrap: WrapCopy) -> None:
         with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -189,17 +190,21 @@ class Offloader:
             if type(x) is Tensor and torch_tensors.memory_of(x) in copied:
                 x.data = x.new_empty(()).expand(x.shape)
 
-    def _settle(self, most: int | None = None) -> None:
-        """Free the memory whose copies to the host have ended; wait for the oldest ones if more than `most` are left.
+    def _keep_pace(self) -> None:
+        """Wait until the device is at most one action behind, and free what is on the host by then.
 
-        Waiting is for the device, not for this process: what is computed next starts after these copies.
+        Memory is allocated when an action is issued. If this process were far ahead of the device, it would allocate
+        the memory of many actions before the first copy has ended.
         """
-        while self._pending:
-            event, _ = self._pending[0]
-            if not event.query():
-                if most is None or len(self._pending) <= most:
-                    return
-                torch.cuda.current_stream(self._device).wait_event(event)
+        if self.to_host is None:
+            return
+        if self._before is not None:
+            self._before.synchronize()
+        self._before = torch.cuda.current_stream(self._device).record_event()
+        self._free_copied()
+
+    def _free_copied(self) -> None:
+        while self._pending and self._pending[0][0].query():
             self._pending.popleft()
 
 

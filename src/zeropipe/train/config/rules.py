@@ -20,7 +20,8 @@ from zeropipe.train.config.fields import tables
 from zeropipe.train.config.file_rules import check_adapter, check_data, check_model, check_output
 from zeropipe.train.config.read import limit_lines
 from zeropipe.train.config.tables import RunConfig
-from zeropipe.train.inputs import build_schedule, choose_layers, load_layer_costs, load_text_config
+from zeropipe.train.inputs import choose_layers, load_layer_costs, load_text_config
+from zeropipe.train.schedule import build_run_schedule
 
 SIZE_FIELDS = {
     "ranks": "mesh.pp", "microbatches": "data.batch", "stages_per_rank": "schedule.stages_per_rank",
@@ -177,7 +178,7 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
     if config.data.batch % (config.mesh.num_pipelines * config.data.microbatch):
         return  # the number of microbatches is not known
     try:
-        schedule = build_schedule(config)
+        schedule = build_run_schedule(config)
         if has_suffix(table.name, *SCHEDULE_SUFFIXES):
             from zeropipe.core.check import check
 

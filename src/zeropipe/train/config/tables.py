@@ -147,6 +147,11 @@ class ScheduleTable(Table):
         description="Costs of layers: a file of `zeropipe profile` or `estimate`, or a GPU to estimate for, like h100.",
     )
     gpus_per_node: Count = Field(default=8, description="GPUs of a machine, for predictions from `costs`.")
+    offload: float | str | None = Field(
+        default=None,
+        description="Copy activations to the host and back: `auto` (all that takes no time by `costs`), `fit` (as few "
+        "as it takes to fit into the GPU), or a share from 0 to 1.",
+    )
 
 
 class EngineTable(Table):

@@ -27,7 +27,8 @@ from zeropipe.errors import ConfigError, MissingExtra, first_line
 from zeropipe.train.config.file_rules import ADAPTER_CONFIG
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data.loader import EvaluationData, TrainingData
-from zeropipe.train.inputs import build_schedule, choose_layers, load_model_config, load_text_config
+from zeropipe.train.inputs import choose_layers, load_model_config, load_text_config
+from zeropipe.train.schedule import build_run_schedule
 
 COMPARED_BYTES = 65536  # at the end of a file, between machines
 
@@ -92,7 +93,7 @@ def build_stages(config: RunConfig, position: RankPosition, ranks: Ranks) -> dic
 
 
 def _build_stages(config: RunConfig, position: RankPosition) -> dict[int, Any]:
-    schedule = build_schedule(config)
+    schedule = build_run_schedule(config)
     dtype = DTYPES[config.model.dtype]
     stages = hf_stages(
         _model_source(config), schedule, position.rank, layers=choose_layers(config, schedule),
@@ -116,7 +117,7 @@ def make_engine(config: RunConfig, position: RankPosition, stages: dict[int, Any
     table = config.engine
     direct = table.direct_gradients
     return Engine(
-        build_schedule(config), stages, mesh=position.mesh, device=position.device, compile=table.compile,
+        build_run_schedule(config), stages, mesh=position.mesh, device=position.device, compile=table.compile,
         ac=table.ac, split=table.split, dynamic_weights=table.dynamic_weights, overlap=table.overlap,
         direct_gradients=position.device.type == "cuda" if direct is None else direct,
         slice_sizes=config.schedule.slice_sizes, fused_head=table.fused_head, regather=table.shards == "regather",
