@@ -121,10 +121,7 @@ def measure(args: argparse.Namespace, schedule: Schedule, stages: Any, ac: str, 
     return Step(statistics.median(times[1:]), peak, timeline, gradients)
 
 
-def show(args: argparse.Namespace, ac: str, speeds: tuple[float, float]) -> None:
-    plain = row_of_1f1b(args.in_flight, args.microbatches)
-    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    stages = hf_stages(config_of(args), plain, 0, device=args.device, dtype=dtype)
+def show(args: argparse.Namespace, stages: Any, plain: Schedule, ac: str, speeds: tuple[float, float]) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(32_000, (args.microbatches, 1, args.tokens), generator=generator).to(args.device)
     data = [{"input_ids": row, "labels": row} for row in rows]
@@ -154,7 +151,7 @@ def show(args: argparse.Namespace, ac: str, speeds: tuple[float, float]) -> None
         lasts = sum(span.end - span.start for span in simulated.offloading_spans(0))
         hidden = f"{1 - (step.seconds - none.seconds) / step.copy_seconds:7.1%}" if copies else f"{'':7}"
         predicted = f"{1 - (simulated.makespan - first.makespan) / lasts:10.1%}" if copies else f"{'':10}"
-        difference = (again if way == "none" else step).difference(none)
+        difference = (again if way == "none" else step).difference(none, args.device)
         print(
             f"{way:6} {copies:4}/{args.microbatches:<2} {step.peak / GB:8.2f} "
             f"{(max(simulated.peak_memory) - max(first.peak_memory) + none.peak) / GB:10.2f} "
@@ -173,7 +170,7 @@ def costs_of(none: Step, everything: Step) -> Costs:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
-    for name, number in (("layers", 4), ("width", 4096), ("mlp", 12288), ("tokens", 4096), ("microbatches", 16)):
+    for name, number in (("layers", 4), ("width", 4096), ("mlp", 12288), ("tokens", 4096), ("microbatches", 12)):
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--in-flight", type=int, default=8)
     args = parser.parse_args()
@@ -185,8 +182,11 @@ def main() -> None:
         f"microbatches of {args.tokens} tokens, {args.in_flight} in flight"
     )
     speeds = link_speeds(args.device)
+    plain = row_of_1f1b(args.in_flight, args.microbatches)
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    stages = hf_stages(config_of(args), plain, 0, device=args.device, dtype=dtype)
     for ac in ("none", "full"):
-        show(args, ac, speeds)
+        show(args, stages, plain, ac, speeds)
     dist.destroy_process_group()
 
 

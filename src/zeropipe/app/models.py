@@ -185,6 +185,7 @@ class Idle(BaseModel):
     cool_down: float
     other: float
     sharding: float
+    offload: float = 0.0
 
 
 class Result(BaseModel):

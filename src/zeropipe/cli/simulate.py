@@ -60,15 +60,18 @@ def _print_timeline(timeline: Timeline, costs: str) -> None:
     output.print_note(costs)
     is_sharded = timeline.sharding is not None
     shards = ["shards"] if is_sharded else []
+    copies = ["reload"] if timeline.offloading is not None else []
     host = ["host\nmemory"] if timeline.offloading is not None else []
     table = output.create_table(
-        "rank", "busy", "warm-up", "data", "comm", *shards, "cool-down", "idle", "peak\nmemory", *host
+        "rank", "busy", "warm-up", "data", "comm", *shards, *copies, "cool-down", "idle", "peak\nmemory", *host
     )  # fmt: skip
     for rank, causes in enumerate(idle_times(timeline)):
         if NUM_END_RANKS <= rank < timeline.num_ranks - NUM_END_RANKS:
             continue
         sharding = [causes.sharding] if is_sharded else []
-        times = (timeline.busy[rank], *causes[:2], causes.communication + causes.other, *sharding, causes.cool_down)
+        reload = [causes.offload] if copies else []
+        waits = (*causes[:2], causes.communication + causes.other, *sharding, *reload)
+        times = (timeline.busy[rank], *waits, causes.cool_down)
         table.add_row(
             str(rank),
             *(output.time_text(time, timeline.unit) for time in times),

@@ -7,6 +7,7 @@ An action starts when its rank is free and its inputs have arrived. So the time 
     cool-down       after the last action of the rank, until the last one of all ranks
     other           of measured runs: the input was there, but the rank was idle (launch, allocation, noise)
     sharding        while its weights are gathered; after the last action of the rank, while gradients are reduced
+    offload         while its activations are copied back from the host
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from zeropipe.core.action import Action, B, Kind, W
+from zeropipe.core.action import BACKWARD, Action, B, Kind, W
 from zeropipe.core.jit import Arrays, Floats, Ints, arrays
 from zeropipe.core.needs import Dependencies, build_dependencies, find_nonblocking_actions
 from zeropipe.core.packed import is_joined, kind_of, stage_of
 from zeropipe.core.shard_timeline import find_gathers
 from zeropipe.core.timeline import Span, Timeline
 
-CAUSES = ("warm-up", "waiting for data", "communication", "cool-down", "other", "sharding")
+CAUSES = ("warm-up", "waiting for data", "communication", "cool-down", "other", "sharding", "offload")
 _NUM_CAUSES = len(CAUSES)
-_WARM_UP, _WAITING, _COMMUNICATION, _COOL_DOWN, _OTHER, _SHARDING = range(_NUM_CAUSES)
+_WARM_UP, _WAITING, _COMMUNICATION, _COOL_DOWN, _OTHER, _SHARDING, _OFFLOAD = range(_NUM_CAUSES)
 
 
 class Idle(NamedTuple):
@@ -36,6 +37,7 @@ class Idle(NamedTuple):
     cool_down: float
     other: float
     sharding: float = 0.0
+    offload: float = 0.0
 
     @property
     def total(self) -> float:
@@ -61,6 +63,7 @@ class Reasons(NamedTuple):
     previous: Ints  # the action before it on its rank
     waited: Ints  # the action whose result kept the rank idle before it; -1 if the rank was busy, or for other causes
     ranks: Ints  # its rank
+    copied: Ints  # 1 if its RELOAD ended when it started, or later
     gather_start: Floats  # when the UNSHARD started that kept it waiting; else its own start
     reduced: Floats  # by rank: the last end of a REDUCE_GRAD
     message: float  # the mean time of a message whose receiver was waiting for it
@@ -82,7 +85,8 @@ def _find_reasons(timeline: Timeline) -> tuple[Arrays, Reasons]:
         gather_start, reduced = find_gathers(xp, schedule, timeline.start, timeline.sharding)
     remote, own, previous, waited, ranks = (xp.full_ints(size, -1) for _ in range(5))
     reasons = Reasons(
-        remote=remote, own=own, previous=previous, waited=waited, ranks=ranks, gather_start=gather_start,
+        remote=remote, own=own, previous=previous, waited=waited, ranks=ranks, copied=_find_copied(xp, timeline),
+        gather_start=gather_start,
         reduced=reduced, message=0.0,
     )  # fmt: skip
     first, last = find_nonblocking_actions(xp, deps, timeline.blocking, timeline.blocking_ends)
@@ -91,6 +95,24 @@ def _find_reasons(timeline: Timeline) -> tuple[Arrays, Reasons]:
         xp.full_ints(deps.num_keys, -1), reasons,
     )  # fmt: skip
     return xp, reasons._replace(message=float(message))
+
+
+def _find_copied(xp: Arrays, timeline: Timeline) -> Ints:
+    """1 for each step with a backward whose RELOAD ended when it started, or later."""
+    copied = xp.full_ints(timeline.schedule.num_actions)
+    for rank in range(timeline.num_ranks) if timeline.offloading else ():
+        ends = {
+            (span.action.stage, span.action.microbatch): span.end
+            for span in timeline.offloading_spans(rank) if span.action.kind is Kind.RELOAD
+        }  # fmt: skip
+        at = timeline.schedule.packed.offsets[rank]
+        for step in timeline.steps(rank):
+            backward = [span for span in step if span.action.kind in BACKWARD]
+            waits = any(ends.get((span.action.stage, span.action.microbatch), -inf) >= span.start for span in backward)
+            for _ in step:
+                copied[at] = int(waits)
+                at += 1
+    return copied
 
 
 def reasons_kernel(
@@ -230,7 +252,11 @@ def idle_kernel(
                 source = waited[at]
                 produced = end[source] if source >= 0 else free
                 until = _find_gather_wait(free, start[at], produced, gather_start[at])
-                totals[base + _SHARDING] += start[at] - until
+                cause = _SHARDING
+                if reasons.copied[at]:
+                    until = min(start[at], max(free, produced))
+                    cause = _OFFLOAD
+                totals[base + cause] += start[at] - until
                 if at == offsets[rank]:
                     totals[base + _WARM_UP] += until - free
                 else:
@@ -265,6 +291,8 @@ def find_gaps(timeline: Timeline) -> list[Gap]:
             source = int(reasons.waited[at])
             produced = end[source] if source >= 0 else free
             until = _find_gather_wait(free, start[at], produced, float(reasons.gather_start[at]))
+            if is_copied := bool(reasons.copied[at]):
+                until = min(start[at], max(free, produced))
             if at == first:
                 add(rank, free, until, _WARM_UP, at, source)
             elif start[at] > free:
@@ -272,7 +300,7 @@ def find_gaps(timeline: Timeline) -> list[Gap]:
                 add(rank, free, ready, _WAITING, at, source)
                 add(rank, ready, arrived, _COMMUNICATION, at, source)
                 add(rank, arrived, until, _OTHER, at)
-            add(rank, max(free, until), start[at], _SHARDING, at)
+            add(rank, max(free, until), start[at], _OFFLOAD if is_copied else _SHARDING, at)
             free = max(free, end[at])
         ended = max(free, min(finish, float(reasons.reduced[rank]))) if stop > first else free
         add(rank, free, ended, _SHARDING)

@@ -17,6 +17,11 @@ from zeropipe.core.placement import Placement
 KINDS = {"F": (0.50, 0.16, 260.0), "B": (0.525, 0.165, 32.0), "I": (0.81, 0.14, 87.0), "W": (0.83, 0.11, 168.0)}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 SHARDING = {"unshard": "weights gathered", "reduce": "gradients reduced"}  # in a lane below a rank's boxes
+OFFLOADING = {"offload": "offloaded to the host", "reload": "reloaded"}  # in the same lane
+LANE_WORDS = {**SHARDING, **OFFLOADING}
+LANE_COLORS = {  # of copies; those of sharding are in the themes
+    "light": {"offload": "#0e7490", "reload": "#7c3aed"}, "dark": {"offload": "#22d3ee", "reload": "#c4b5fd"},
+}  # fmt: skip
 DARK_INK = "#10141c"
 MIXED = "#8b93a3"  # if no kind has more than half of the time
 SPREAD = 0.055  # lightness above and below for the first and the last shade
@@ -28,6 +33,11 @@ THEMES: dict[str, dict[str, str]] = {
     "dark": {"paper": "#12151c", "lane": "#1b202a", "ink": "#e8ebf2", "soft": "#97a1b3", "line": "#333b4a",
              "limit": "#ff8a7a", "memory": "#a48afb", "path": "#ffffff", "unshard": "#94a3b8", "reduce": "#f472b6"},
 }  # fmt: skip
+
+
+def lane_color(theme: str, look: str) -> str:
+    """The colour of a piece in the lane below a rank's boxes."""
+    return THEMES[theme].get(look) or LANE_COLORS[theme][look]
 
 
 @cache

@@ -14,11 +14,11 @@ from zeropipe.core.units import percent, size_text, time_text
 from zeropipe.viz.axis import axis_unit, ticks
 from zeropipe.viz.bands import SEAM, THINNEST, Region, bands, regions
 from zeropipe.viz.boxes import Boxes, boxes, kinds_with_room
-from zeropipe.viz.colors import NAMES, SHARDING, ink_on, shades
+from zeropipe.viz.colors import LANE_WORDS, NAMES, ink_on, lane_color, shades
 from zeropipe.viz.columns import LOWER, WHOLE
 from zeropipe.viz.density import KINDS
 from zeropipe.viz.drawable import drawable
-from zeropipe.viz.lanes import lane, merged
+from zeropipe.viz.lanes import has_lane, lane, looks_of, merged
 from zeropipe.viz.scene import Area, Line, Rect, Scene, Text
 from zeropipe.viz.style import Style
 from zeropipe.viz.words import cut_to, one_line, width_of, wrapped
@@ -52,7 +52,7 @@ def figure(timelines: Sequence[Timeline], style: Style) -> Scene:
         out.items.append(Text(left, y + FONT + 2, text, FONT + 3, style.colors["ink"], bold=True))
         y += FONT + 9
     if style.legend:
-        y = _legend(out, models, rows, style, left, y, any(timeline.sharding for timeline in timelines))
+        y = _legend(out, models, rows, style, left, y, looks_of(timelines))
     tallest = TALLEST / sum(model.num_ranks for model in models)
     for timeline, model, found in zip(timelines, models, rows, strict=True):
         y = _timeline(out, timeline, model, found, style, left, scale, y, tallest)
@@ -85,7 +85,7 @@ def _all(rows: list[list[list[Region]]]) -> Iterator[Region]:
 
 def _legend(
     out: Scene, models: Sequence[Boxes], rows: list[list[list[Region]]], style: Style, left: float, y: float,
-    sharded: bool,
+    looks: Sequence[str],
 ) -> float:  # fmt: skip
     count = 1 if all(region.fine for region in _all(rows)) else max(model.num_shades for model in models)
     used = sorted({int(k) for model in models for k in np.unique(model.kind)})
@@ -101,9 +101,10 @@ def _legend(
         half = (FONT - 1) / 2
         halves = [Rect(0, 1 + n * half, 12, half, shades(kind, 1)[0]) for n, kind in enumerate("FB")]
         keys.append(("F and B overlapped" if style.is_wide else "F&B", halves))
-    for look, words in SHARDING.items() if sharded else ():
+    for look in looks:
+        words = LANE_WORDS[look]
         text = words if style.is_wide else words.split()[0]
-        keys.append((text, [Rect(0, FONT / 2 - LANE / 2 + 0.5, 12, LANE - 0.8, style.colors[look])]))
+        keys.append((text, [Rect(0, FONT / 2 - LANE / 2 + 0.5, 12, LANE - 0.8, lane_color(style.theme, look))]))
     x = left
     for text, rects in keys:
         if x > left and x + 15 + width_of(text, FONT) > style.width - MARGIN:
@@ -135,7 +136,7 @@ def _timeline(
         out.items.append(Text(right, y + FONT, line, size, colors["soft"], "end"))
     y += FONT + 6
     roomy = 19.0 if model.half.any() else 15.0  # two labels in one box need space
-    below = LANE if timeline.sharding else 0.0
+    below = LANE if has_lane(timeline) else 0.0
     pitch = min(tallest, below + (roomy if model.num_ranks <= 16 else 9.0 if model.num_ranks <= 64 else 5.0))
     below = below if pitch > 2 * below else 0.0
     height = (pitch - below) * 0.86 if pitch > 2 else pitch
@@ -165,7 +166,7 @@ def _lane(timeline: Timeline, rank: int, left: float, top: float, style: Style, 
     for move in merged(lane(timeline, rank), THINNEST / scale):
         width = (move.end - move.start) * scale
         width = max(THINNEST, width - _gap(width))
-        yield Rect(left + move.start * scale, top, width, LANE - 0.8, style.colors[move.look], move.name)
+        yield Rect(left + move.start * scale, top, width, LANE - 0.8, lane_color(style.theme, move.look), move.name)
 
 
 def _rank_name(rank: int, middle: float, pitch: float, style: Style, left: float) -> list[Text]:

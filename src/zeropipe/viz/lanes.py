@@ -1,31 +1,47 @@
-"""The thin lane below a rank's boxes: when weights of sharded stages are gathered, and their gradients reduced."""
+"""The thin lane below a rank's boxes: weights that are gathered, gradients that are reduced, copies to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from zeropipe.core.action import Kind
 from zeropipe.core.timeline import Timeline
+from zeropipe.viz.colors import OFFLOADING, SHARDING
 
-MARKS = {"unshard": "u", "reduce": "r"}  # in a terminal without colours
+MARKS = {"unshard": "u", "reduce": "r", "offload": "o", "reload": "l"}  # in a terminal without colours
 THIN = "▔"
 
 
 class Move(NamedTuple):
-    """A gather or reduction in the lane. Times count from the first start of the timeline."""
+    """A gather, a reduction or a copy in the lane. Times count from the first start of the timeline."""
 
     name: str  # "0UNSHARD"
-    look: str  # "unshard" or "reduce"
+    look: str  # one of MARKS
     start: float
     end: float
 
 
+_LOOKS = {Kind.UNSHARD: "unshard", Kind.REDUCE_GRAD: "reduce", Kind.OFFLOAD: "offload", Kind.RELOAD: "reload"}
+
+
+def has_lane(timeline: Timeline) -> bool:
+    """Whether the ranks of a timeline have a lane."""
+    return timeline.sharding is not None or timeline.offloading is not None
+
+
+def looks_of(timelines: Iterable[Timeline]) -> list[str]:
+    """The looks that lanes of these timelines may have, in the order of a legend."""
+    listed = list(timelines)
+    sharding = [*SHARDING] if any(one.sharding for one in listed) else []
+    return [*sharding, *(OFFLOADING if any(one.offloading for one in listed) else ())]
+
+
 def lane(timeline: Timeline, rank: int) -> Iterator[Move]:
-    """The gathers and reductions of a rank."""
+    """The gathers and reductions of a rank, and its copies."""
     zero = timeline.first_start
-    for _, action, start, end in timeline.sharding_spans(rank):
-        yield Move(str(action), "unshard" if action.kind is Kind.UNSHARD else "reduce", start - zero, end - zero)
+    for _, action, start, end in (*timeline.sharding_spans(rank), *timeline.offloading_spans(rank)):
+        yield Move(str(action), _LOOKS[action.kind], start - zero, end - zero)
 
 
 def merged(moves: Iterator[Move], least: float) -> list[Move]:

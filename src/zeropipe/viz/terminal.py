@@ -17,10 +17,10 @@ from zeropipe.core.units import percent, size_text, time_text
 from zeropipe.viz.axis import axis_unit, ticks
 from zeropipe.viz.boxes import Boxes, boxes
 from zeropipe.viz.cells import HALVES, IDLE, LEVELS, box_row, cell_time, dense_row, is_dense
-from zeropipe.viz.colors import MIXED, NAMES, SHARDING, THEMES, shades
+from zeropipe.viz.colors import LANE_WORDS, MIXED, NAMES, lane_color, shades
 from zeropipe.viz.density import KINDS
 from zeropipe.viz.drawable import drawable
-from zeropipe.viz.lanes import MARKS, THIN, cells
+from zeropipe.viz.lanes import MARKS, THIN, cells, has_lane, looks_of
 
 
 def show(timelines: Sequence[Timeline], width: int | None = None, console: Console | None = None) -> None:
@@ -43,14 +43,14 @@ def show(timelines: Sequence[Timeline], width: int | None = None, console: Conso
             row = (dense_row if coarse else box_row)(model, rank, columns, step, plain)
             console.print(Text.assemble((name, "dim"), row, (f" {busy[rank]:>4}%", "dim")),
                           no_wrap=True, crop=False, overflow="ignore")  # fmt: skip
-            if timeline.sharding:
+            if has_lane(timeline):
                 below = _lane(cells(timeline, rank, columns, step), plain)
                 console.print(Text.assemble(" " * gutter, below), no_wrap=True, crop=False, overflow="ignore")
         console.print()
     console.print(_axis(timelines[0].unit, longest, step, gutter))
     if any(dense):
         console.print(_density_note(models, dense, columns, plain))
-    console.print(_legend(models, dense, plain, console.width, any(timeline.sharding for timeline in timelines)))
+    console.print(_legend(models, dense, plain, console.width, looks_of(timelines)))
     if len(timelines) > 1:
         console.print(_summary(timelines))
 
@@ -96,10 +96,10 @@ def _lane(looks: Sequence[str | None], plain: bool) -> Text:
 
 
 def _lane_mark(look: str, plain: bool) -> Text:
-    return Text(MARKS[look]) if plain else Text(THIN, Style(color=THEMES["dark"][look]))
+    return Text(MARKS[look]) if plain else Text(THIN, Style(color=lane_color("dark", look)))
 
 
-def _legend(models: Sequence[Boxes], dense: Sequence[bool], plain: bool, width: int, sharded: bool) -> Text:
+def _legend(models: Sequence[Boxes], dense: Sequence[bool], plain: bool, width: int, looks: Sequence[str]) -> Text:
     """The meaning of letters, colours and marks, wrapped to `width`."""
     entries = [Text(f"{IDLE} idle", "dim"), Text("% busy", "dim")]
     if any(dense):
@@ -114,8 +114,7 @@ def _legend(models: Sequence[Boxes], dense: Sequence[bool], plain: bool, width: 
         count = 1 if all(dense) else max(m.num_shades for m in models)
         kinds = sorted({int(k) for m in models for k in np.unique(m.kind)})
         entries[:0] = [_kind_entry(KINDS[kind], count, plain) for kind in kinds]
-    if sharded:
-        entries += [Text.assemble(_lane_mark(look, plain), f" {words}") for look, words in SHARDING.items()]
+    entries += [Text.assemble(_lane_mark(look, plain), f" {LANE_WORDS[look]}") for look in looks]
     lines = [entries[0]]
     for entry in entries[1:]:
         if lines[-1].cell_len + 3 + entry.cell_len <= width:

@@ -20,10 +20,10 @@ from zeropipe.core import explain
 from zeropipe.core.formats.json import to_data
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.boxes import Boxes, boxes
-from zeropipe.viz.colors import NAMES, SHARDING
+from zeropipe.viz.colors import LANE_WORDS, NAMES
 from zeropipe.viz.columns import UPPER
 from zeropipe.viz.drawable import require_drawable
-from zeropipe.viz.lanes import lane
+from zeropipe.viz.lanes import has_lane, lane
 
 Event = dict[str, Any]
 UNIT = {"s": 1e6, "": 1e3}  # microseconds per unit of time
@@ -82,9 +82,10 @@ def _names(timeline: Timeline, process: int) -> Iterator[Event]:
         track = {"ph": "M", "pid": process, "tid": rank + 1}
         yield {**track, "name": "thread_name", "args": {"name": f"rank {rank}"}}
         yield {**track, "name": "thread_sort_index", "args": {"sort_index": 2 * rank}}
-        if timeline.sharding:
+        if has_lane(timeline):
             track = {**track, "tid": timeline.num_ranks + rank + 1}
-            yield {**track, "name": "thread_name", "args": {"name": f"rank {rank} weights and gradients"}}
+            what = "weights and gradients" if timeline.sharding else "copies"
+            yield {**track, "name": "thread_name", "args": {"name": f"rank {rank} {what}"}}
             yield {**track, "name": "thread_sort_index", "args": {"sort_index": 2 * rank + 1}}
 
 
@@ -106,11 +107,11 @@ def _phases(timeline: Timeline, process: int, factor: float) -> Iterator[Event]:
 
 
 def _moves(timeline: Timeline, process: int, factor: float) -> Iterator[Event]:
-    """UNSHARD and REDUCE_GRAD, on a second track."""
+    """UNSHARD, REDUCE_GRAD, OFFLOAD and RELOAD, on a second track."""
     for rank in range(timeline.num_ranks):
         for move in lane(timeline, rank):
             start, end = (round(time * factor, 3) for time in (move.start, move.end))
-            yield {"ph": "X", "name": move.name, "cat": SHARDING[move.look], "pid": process,
+            yield {"ph": "X", "name": move.name, "cat": LANE_WORDS[move.look], "pid": process,
                    "tid": timeline.num_ranks + rank + 1, "ts": start, "dur": round(end - start, 3)}  # fmt: skip
 
 

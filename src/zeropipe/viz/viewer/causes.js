@@ -9,6 +9,7 @@ const MEANINGS = {
   "waiting for data": "until another rank has made what the next action needs",
   communication: "what the next action needs is made, and on its way",
   "cool-down": "after the last action of the rank, while others still run",
+  offload: "while its activations are copied back from the host",
   sharding: "while its weights are gathered, or its gradients are reduced",
   other: "the data was there, and still the rank did nothing: launches, allocation, noise",
 };
