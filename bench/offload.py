@@ -90,9 +90,9 @@ class Step:
     def copy_seconds(self) -> float:
         return sum(span.end - span.start for span in self.timeline.offloading_spans(0))
 
-    def difference(self, other: Step) -> float:
-        pairs = zip(self.gradients, other.gradients, strict=True)
-        return max(float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30)) for a, b in pairs)
+    def difference(self, other: Step, device: str) -> float:
+        pairs = ([one.to(device).float() for one in pair] for pair in zip(self.gradients, other.gradients, strict=True))
+        return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
 
 
 def measure(args: argparse.Namespace, schedule: Schedule, stages: Any, ac: str, data: list[dict[str, Tensor]]) -> Step:
