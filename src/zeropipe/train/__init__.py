@@ -6,6 +6,7 @@ data         files -> the microbatches of a step, the same on every layout; a po
 loop         the run itself: set-up, steps, evaluation, checkpoints, metrics
 report       report.html: measured steps compared with predicted ones
 stage_costs  predicted costs of the run's stages
+schedule     the schedule that a run executes
 preview      `--dry-run`: describes the run without starting it
 start        starts the processes of a run, or uses those of torchrun
 """

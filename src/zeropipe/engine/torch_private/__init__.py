@@ -3,6 +3,7 @@
 comm: the store, process groups and collectives
 tensors: memory, DTensor, nested values, sums over lists of tensors
 autograd: graphs, saved tensors, selective checkpointing, the profiler
+saved: where tensors are kept for a backward pass
 attention: kernels for packed rows
 compile: the compiler, and what its versions get wrong
 """
