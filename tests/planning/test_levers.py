@@ -29,6 +29,7 @@ def test_a_lever_is_held_against_the_best_row_without_it(long):
     wanted = {f"{name}={size}" for name, size in sizes.items() if size > 1}
     wanted |= {"sequence parallelism"} if best.layout.sequence_parallel else set()
     wanted |= {"regather"} if best.shards == "regather" else set()
+    wanted |= {f"gradients {best.gradients}"} if best.gradients != "whole" else set()
     assert set(levers) == wanted | ({f"ac {best.ac}"} if best.ac != "none" else set())
     for name, size in sizes.items():
         if size == 1:

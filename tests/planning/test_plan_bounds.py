@@ -6,7 +6,7 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.core.placement import PLACEMENTS, Problem
-from zeropipe.planning.candidates import _lower_bounds, drop_too_large, least_memory
+from zeropipe.planning.candidates import drop_too_large, least_memory, lower_bounds
 from zeropipe.planning.layouts import Layout
 from zeropipe.planning.rows import Candidate
 from zeropipe.searching.bounds.lower_bound import lower_bound
@@ -30,8 +30,10 @@ def test_what_is_left_out_unseen_could_not_fit(long):
     assert {layout.cp for layout in layouts} == {1, 2, 4, 8}
     assert all(layout.shard_cp == (layout.cp > 1) for layout in layouts)
     for row in rows:
-        seconds, needs = _lower_bounds(long.context, row.candidate.run)
-        needs = needs if row.candidate.shards == "keep" else least_memory(long.context, row.candidate.run)
+        run = row.candidate.run
+        seconds, needs = lower_bounds(long.context, run, row.candidate.gradients != "whole")
+        if row.candidate.shards != "keep":
+            needs -= lower_bounds(long.context, run)[1] - least_memory(long.context, run)
         assert seconds <= row.makespan * (1 + 1e-9), row.candidate
         assert needs <= row.memory.peak * (1 + 1e-9), row.candidate
     assert all(row.gap is None or row.gap >= -1e-9 for row in long.rows)
@@ -66,7 +68,7 @@ def test_runs_whose_weights_must_be_gathered_again_come_last(long):
     context = long.context
     runs = list(dict.fromkeys(row.candidate.run for row in (*long.rows, *long.misfits)))
     possible, oversized = drop_too_large(context, runs)
-    fits = [_lower_bounds(context, run)[1] <= context.memory_limit for run in possible]
+    fits =  lower_bounds(context, run)[1] <= context.memory_limit for run in possible]
     assert fits == sorted(fits, reverse=True)
     assert set(fits) == {True, False}
     kept, over = drop_too_large(replace(context, shard_modes=("keep",)), runs)

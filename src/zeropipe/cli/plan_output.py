@@ -41,7 +41,8 @@ def print_plan(made: Plan, num_rows: int) -> None:
         "faster and smaller; gap: to the lower bound of the pipeline",
         style="dim", soft_wrap=True,
     )  # fmt: skip
-    console.print(f"1: layers {format_counts(best.counts)} ({best.candidate.cut})", soft_wrap=True)
+    gradients = "" if best.candidate.gradients == "whole" else f", gradients {best.candidate.gradients}"
+    console.print(f"1: layers {format_counts(best.counts)} ({best.candidate.cut}){gradients}", soft_wrap=True)
     console.print(f"   memory of the fullest rank: {_memory_text(best)}", soft_wrap=True)
     if len(made.rows) > 1:
         console.print(f"2: {made.why(made.rows[1])}", soft_wrap=True)

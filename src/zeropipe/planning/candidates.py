@@ -77,7 +77,7 @@ def drop_too_large(context: PlanContext, runs: Sequence[Run]) -> tuple[list[Run]
     """
     possible, oversized = [], []
     for run in runs:
-        seconds, needs = _lower_bounds(context, run)
+        seconds, needs = lower_bounds(context, run)
         saved = _regathered_bytes(context, run)
         if needs - saved > context.memory_limit:
             oversized.append(OversizedRun(run, needs - saved, needs - saved - context.memory_limit))
@@ -88,13 +88,13 @@ def drop_too_large(context: PlanContext, runs: Sequence[Run]) -> tuple[list[Run]
 
 def least_memory(context: PlanContext, run: Run) -> float:
     """A lower bound of a run's bytes with any schedule."""
-    return _lower_bounds(context, run)[1] - _regathered_bytes(context, run)
+    return lower_bounds(context, run)[1] - _regathered_bytes(context, run)
 
 
-def _lower_bounds(context: PlanContext, run: Run) -> tuple[float, float]:
+def lower_bounds(context: PlanContext, run: Run, rolling: bool = False) -> tuple[float, float]:
     """Lower bounds of a run's seconds and bytes: all work, and weights and one microbatch, divided evenly by ranks.
 
-    Weights are gathered once per step.
+    Weights are gathered once per step. With `rolling` gradients those of sharded stages are not whole.
     """
     costs, kinds, pp = context.costs, context.setting(run).kinds, run.layout.pp
     layers = [*context.decoder_layers(run), *(kinds[kind] for kind in (*costs.before, *costs.after))]
@@ -109,7 +109,12 @@ def _lower_bounds(context: PlanContext, run: Run) -> tuple[float, float]:
             trained=held.trained - min(shared.num_trained, held.trained),
             frozen=held.frozen - min(shared.num_frozen, held.frozen),
         )
-    needs = (costs.state_of(run.layout.tp).resident(held, run.layout.shards) + least_activations) / pp
+    state, shards = costs.state_of(run.layout.tp), run.layout.shards
+    least_state = state.resident(held, shards)
+    if rolling:
+        whole = held.trained * (1 - 1 / shards.rest) + held.experts * (1 - 1 / shards.experts)
+        least_state -= whole * state.gradients
+    needs = (least_state + least_activations) / pp
     return (run.num_microbatches * work + (pp - 1) * forward / pp) / pp, needs
 
 

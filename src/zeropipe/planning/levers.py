@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from zeropipe.planning.candidates import OversizedRun
-from zeropipe.planning.rows import PlanRow, Run
+from zeropipe.planning.rows import Candidate, PlanRow, Run
 
 
 class Lever(NamedTuple):
@@ -29,7 +29,7 @@ def list_levers(
     return (*found, _compare(mode, lambda run: True, rows, others[1], (), others[0]))
 
 
-def _levers_of(row: PlanRow) -> Iterator[tuple[str, Callable[[Run], bool]]]:
+def _levers_of(row: PlanRow) -> Iterator[tuple[str, Callable[[Candidate | Run], bool]]]:
     """The name of each lever, and whether a run is without it."""
     run = row.candidate.run
     for name in ("pp", "dp_shard", "cp", "tp", "ep"):
@@ -39,18 +39,20 @@ def _levers_of(row: PlanRow) -> Iterator[tuple[str, Callable[[Run], bool]]]:
         yield "sequence parallelism", lambda other: not other.layout.sequence_parallel
     if run.ac != "none":
         yield f"ac {run.ac}", lambda other: other.ac != run.ac and other.ac in ("none", "selective:op")
+    if row.candidate.gradients != "whole":
+        yield f"gradients {row.candidate.gradients}", lambda other: getattr(other, "gradients", "whole") == "whole"
 
 
 def _compare(
-    name: str, without: Callable[[Run], bool], rows: Sequence[PlanRow], misfits: Sequence[PlanRow],
+    name: str, without: Callable[[Candidate | Run], bool], rows: Sequence[PlanRow], misfits: Sequence[PlanRow],
     too_large: Sequence[OversizedRun], others: Sequence[PlanRow] | None = None,
 ) -> Lever:  # fmt: skip
     """`others`: the rows among which one without the lever is sought; by default all."""
-    fitting = next((row for row in (rows if others is None else others) if without(row.candidate.run)), None)
+    fitting = next((row for row in (rows if others is None else others) if without(row.candidate)), None)
     if fitting is not None:
         return Lever(name, fitting, fitting.step / rows[0].step - 1, None)
     over = [
-        *(row.excess for row in misfits if without(row.candidate.run)),
+        *(row.excess for row in misfits if without(row.candidate)),
         *(misfit.excess for misfit in too_large if without(misfit.run)),
     ]
     return Lever(name, None, None, min(over, default=None))

@@ -26,6 +26,7 @@ from zeropipe.planning.layouts import max_stages
 from zeropipe.planning.pool import score_groups
 from zeropipe.planning.refine import add_gaps, search_best_runs
 from zeropipe.planning.result import Plan
+from zeropipe.planning.rolling import rolling_candidates
 from zeropipe.planning.rows import Candidate, PlanRow, Run
 from zeropipe.planning.runs import list_task_runs
 from zeropipe.planning.task import PlanTask, default_batch
@@ -106,7 +107,9 @@ def plan(
     every = list_task_runs(task, context, space)
     runs, oversized = drop_too_large(context, every)
     candidates = _list_candidates(context, runs, task.schedules)
-    rows = _score(context, candidates[:max_candidates], workers, lambda done: report("trying schedules", 0.8 * done))
+    rows = _score(context, candidates[:max_candidates], workers, lambda done: report("trying schedules", 0.7 * done))
+    rolling = rolling_candidates(context, rows, oversized, list_variants(task.schedules, context.costs.has_overlaps))
+    rows += _score(context, rolling, workers, lambda done: report("rolling gradients", 0.7 + 0.1 * done))
     num_tried = len({row.candidate for row in rows})
     searches = search_seconds > 0 and schedules is None
     if searches:

@@ -50,6 +50,7 @@ class Candidate:
             f"{self.layout}, {self.title}, {self.num_microbatches} microbatches of "
             f"{self.microbatch_size}, ac {self.ac}, {self.cut} layers"
             f"{', regather' if self.shards == 'regather' else ''}"
+            f"{'' if self.gradients == 'whole' else f', gradients {self.gradients}'}"
         )
 
     def build_schedule(self) -> Schedule:

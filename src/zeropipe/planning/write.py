@@ -83,6 +83,8 @@ def format_run(
             tables["engine"]["overlap"] = "turns"
     if candidate.shards != "keep":
         tables["engine"]["shards"] = candidate.shards
+    if candidate.gradients != "whole":
+        tables["engine"]["gradients"] = candidate.gradients
     if candidate.layout.sequence_parallel:
         tables["mesh"]["sequence_parallel"] = True
     known = find_built_in(model)
