@@ -9,6 +9,7 @@ import pytest
 import zeropipe as zp
 from zeropipe.cli.main import main
 from zeropipe.cli.param_types import Tokens
+from zeropipe.planning.levers import list_levers
 from zeropipe.planning.task import default_batch
 from zeropipe.planning.write import write_run
 from zeropipe.train.config.read import read_run
@@ -49,17 +50,18 @@ def test_a_lever_is_held_against_the_best_row_without_it(long):
 def test_weights_are_gathered_again_where_they_do_not_fit_otherwise(tmp_path):
     """Long sequences only; the training file says so, and its dry run has the same memory."""
     made = zp.plan("llama-3-8b", gpus=8, batch=16, sequence=262144, pp=1, cp=4, tp=2, ac="full", **ALONE)
-    best = made.best.candidate
-    assert best.shards == "regather"
-    kept = [row for row in made.misfits if row.candidate == replace(best, shards="keep")]
-    assert kept[0].memory.weights > 4 * made.best.memory.weights
-    lever = made.levers[-1]
+    again = next(row for row in made.rows if row.candidate.gradients == "whole")
+    assert again.candidate.shards == "regather"
+    kept = [row for row in made.misfits if row.candidate == replace(again.candidate, shards="keep")]
+    assert kept[0].memory.weights > 4 * again.memory.weights
+    lever = list_levers([again], made.misfits, made.too_large)[-1]
     assert (lever.name, lever.row) == ("regather", None)
     assert lever.over == min(row.excess for row in made.misfits if row.candidate.shards == "keep")
-    write_run(made, made.best, str(tmp_path / "run.toml"), "llama-3-8b", "h100")
-    shown = preview(read_run(str(tmp_path / "run.toml"), []))
-    assert shown.ranks[0].peak == pytest.approx(made.best.memory.peak, rel=1e-3)
-    assert shown.prediction.step == pytest.approx(made.best.step)
+    for row in (again, made.best):
+        write_run(made, row, str(tmp_path / "run.toml"), "llama-3-8b", "h100")
+        shown = preview(read_run(str(tmp_path / "run.toml"), []))
+        assert shown.ranks[0].peak == pytest.approx(row.memory.peak, rel=1e-3)
+        assert shown.prediction.step == pytest.approx(row.step)
     short = zp.plan("llama-3-8b", gpus=8, batch=16, pp=1, tp=1, ac="full", memory=40e9, **ALONE)
     assert {row.candidate.shards for row in (*short.rows, *short.misfits)} <= {"keep"}
 

@@ -68,7 +68,7 @@ def test_runs_whose_weights_must_be_gathered_again_come_last(long):
     context = long.context
     runs = list(dict.fromkeys(row.candidate.run for row in (*long.rows, *long.misfits)))
     possible, oversized = drop_too_large(context, runs)
-    fits =  lower_bounds(context, run)[1] <= context.memory_limit for run in possible]
+    fits = [lower_bounds(context, run)[1] <= context.memory_limit for run in possible]
     assert fits == sorted(fits, reverse=True)
     assert set(fits) == {True, False}
     kept, over = drop_too_large(replace(context, shard_modes=("keep",)), runs)
