@@ -38,6 +38,7 @@ class HFStage(nn.Module):
     sequence_shards = 1  # number of processes of tp that share each sequence
     # computes the losses of `targets` by running the model up to its head; set by the engine
     fused_head: Callable[[Callable[[], Tensor], Targets], TokenLosses] | None = None
+    autocast: torch.dtype | None = None  # of F; set by a trainer whose adapters are wider than the model
     slices: Any = None  # in a schedule with slices, what they keep (stages.slices.StageSlices)
     context: Any = None  # with cp, this process's part of every sequence (mesh.cp_stage.ContextPart)
 
@@ -268,6 +269,12 @@ class HFStage(nn.Module):
         return output
 
     def _run(self, kwargs: dict[str, Any]) -> Tensor | TokenLosses:
+        if self.autocast is None:
+            return self._run_model(kwargs)
+        with torch.autocast(kwargs["input_ids"].device.type, self.autocast):
+            return self._run_model(kwargs)
+
+    def _run_model(self, kwargs: dict[str, Any]) -> Tensor | TokenLosses:
         if getattr(self.lm.config, "output_router_logits", False):
             kwargs["output_router_logits"] = False  # RouterLoss collects them on every stage
         if self.head == "lm":

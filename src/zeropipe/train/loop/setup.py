@@ -106,6 +106,9 @@ def _build_stages(config: RunConfig, position: RankPosition) -> dict[int, Any]:
         dtype=dtype if is_mixed else None, ep=config.mesh.ep, dispatch=config.mesh.dispatch,
         shard_cp=config.mesh.shard_cp,
     )  # fmt: skip
+    if config.lora is not None and dtype == torch.bfloat16 and position.device.type == "cuda":
+        for stage in stages.values():
+            stage.autocast = dtype  # a GPU computes the adapter's float32 products without tensor cores
     if not is_mixed and dtype == torch.bfloat16 and config.optimizer.master_weights:
         for stage in stages.values():
             main_gradients(stage, torch.float32)
