@@ -74,3 +74,28 @@ def refusals_of_steps(schedule: Schedule) -> dict[str, str]:
             found[name] = str(caught.value)
         assert engine.train_step(data, CausalLMLoss()).count > 0
     return found
+
+
+# of `peak_activations`: layers of a rank, keys and values, tokens, width, bytes
+KEY_BYTES = 2 * 2 * (2 * 64) * 64 * 8
+    2 * 2 * (2 * 64) * 64 * 8
+)  # in `peak_activations`: layers of a rank, keys and values, tokens, width, float64
+
+
+def peak_activations(schedule: Schedule) -> float:
+    """What the activations of this rank take at most, in bytes, as recorded."""
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_key_value_heads": 4}
+    mesh, config = mesh_of({"pp": 2}), config_of("llama", **sizes)
+    ids = torch.randint(16, (2, 64), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": ids, "labels": ids}] * schedule.num_microbatches
+    stages = hf_stages(config, schedule, mesh["pp"].get_local_rank())
+    with Engine(schedule, stages, mesh=mesh, record=True) as engine:
+        for _ in range(2):  # the first one allocates gradients
+            engine.train_step(data, CausalLMLoss())
+        timeline = engine.timeline()
+    assert timeline.schedule.num_slices == schedule.num_slices
+    rank = mesh["pp"].get_local_rank()
+    begin, end = timeline.schedule.packed.offsets[rank : rank + 2]
+    assert timeline.memory is not None
+    levels = memoryview(timeline.memory.after).cast("d")[begin:end]
+    return max(levels) - levels[-1]

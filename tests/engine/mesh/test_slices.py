@@ -114,3 +114,13 @@ def test_losses_of_whole_rows_and_short_rows_are_refused():
     assert "takes logits of whole rows, and the schedule has slices" in found["loss"]
     assert "too short for 4 slices" in found["short"]
     assert "run() takes no schedule with slices" in found["run"]
+
+
+def test_activations_fall_as_simulated():
+    """Of the first rank, which keeps two whole microbatches, or five slices and the keys of two microbatches."""
+    whole, sliced = (ranks(2).run(cases.peak_activations, build("seq1f1b", n))[0] for n in (1, 4))
+    keys = cases.KEY_BYTES
+    costs = zp.Costs(activation=whole / 2 - keys, keys=keys, key_gradients=0.75 * keys)  # of all slices but the last
+    simulated = zp.simulate(build("seq1f1b", 4), costs).peak_memory[0]
+    assert sliced == pytest.approx(simulated, rel=0.05)
+    assert sliced < 0.75 * whole
