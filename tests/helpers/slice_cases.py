@@ -78,8 +78,6 @@ def refusals_of_steps(schedule: Schedule) -> dict[str, str]:
 
 # of `peak_activations`: layers of a rank, keys and values, tokens, width, bytes
 KEY_BYTES = 2 * 2 * (2 * 64) * 64 * 8
-    2 * 2 * (2 * 64) * 64 * 8
-)  # in `peak_activations`: layers of a rank, keys and values, tokens, width, float64
 
 
 def peak_activations(schedule: Schedule) -> float:
