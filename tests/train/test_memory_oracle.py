@@ -87,7 +87,6 @@ ROLLING = [
     # sizes, schedule, gradients, ac
     pytest.param({"dp_shard": 4}, "1f1b", "rolling", "none", marks=pytest.mark.full),
     ({"pp": 2, "dp_shard": 2}, "zb-h1", "rolling", "full"),
-    pytest.param({"pp": 2, "dp_shard": 2}, "interleaved", "rolling:1", "none", marks=pytest.mark.full),
     pytest.param({"pp": 2, "dp_shard": 2}, "zbv", "rolling", "none", marks=pytest.mark.full),
 ]
 
