@@ -14,9 +14,12 @@ Call = Callable[[], None]
 
 
 def units_of(module: nn.Module) -> list[Any]:
-    """The modules that `fully_shard` was called on, inner ones first."""
-    units = [child for child in module.modules() if isinstance(child, FSDPModule)]
-    return units[::-1]
+    """The modules that `fully_shard` was called on, inner ones first; one of those that it got as a list."""
+    units: dict[int, Any] = {}
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            units.setdefault(id(child._get_fsdp_state()), child)
+    return list(units.values())[::-1]
 
 
 def groups_of(unit: Any) -> list[Any]:
