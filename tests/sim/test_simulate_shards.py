@@ -8,7 +8,7 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.core import explain, jit
-from zeropipe.core.action import Kind, actions_of
+from zeropipe.core.action import Action, Kind, actions_of
 from zeropipe.sim.fit import fit
 
 
@@ -69,7 +69,7 @@ def test_the_laws_of_a_sharded_timeline(name, policy):
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(moves))
         for span in timeline.spans(rank):
             if span.action.kind is Kind.F:
-                mine = (span.action.stage, Kind.UNSHARD, 0)
+                mine = Action(span.action.stage, Kind.UNSHARD, 0)
                 gathers = [m for m in moves if m.action == mine and m.start < span.start]
                 assert gathers[-1].start + 0.35 <= span.start + 1e-9
                 assert gathers[-1].end <= span.end
