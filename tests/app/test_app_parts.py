@@ -112,7 +112,7 @@ def test_parts_count_as_actions_before_anything_is_built(monkeypatch):
     assert told(answer, "weight_parts") == []
     assert "20,480,000 actions, the page takes up to 2,000,000; use fewer ranks" in told(answer, "microbatches")[0]
     status, answer = ask("chart", {"ranks": 32, "microbatches": 80, "weight_parts": 64})
-    assert "all 16 schedules together would have" in told(answer, "chart")[0]
+    assert "all 18 schedules together would have" in told(answer, "chart")[0]
 
 
 def test_parts_of_a_file_count_as_well():

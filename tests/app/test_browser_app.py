@@ -533,4 +533,4 @@ def test_a_million_actions_do_not_freeze_the_page(visit):
         assert page.is_visible("#in-f")
         page.wait_for_selector("main[aria-busy=false]", timeout=180_000)
     assert "1,024,000 actions" in page.inner_text("#status")
-    assert "all 16 schedules together would have" in page.inner_text("#chart .error")
+    assert "all 18 schedules together would have" in page.inner_text("#chart .error")

@@ -42,7 +42,7 @@ def test_short_work_shows_nothing(monkeypatch, capsys):
     terminal = open_terminal(monkeypatch)
     monkeypatch.setattr(shown, "BAR_DELAY_S", 60.0)
     main(["compare", "all", "--ranks", "2", "--microbatches", "4", "--json"])
-    assert len(json.loads(capsys.readouterr().out)["compared"]) == 16
+    assert len(json.loads(capsys.readouterr().out)["compared"]) == 18
     assert terminal.getvalue() == ""
 
 

@@ -142,6 +142,7 @@ def test_units_are_reduced_in_order_when_complete_and_gathered():
     reduced: list[int] = []
     places = {id(weight): unit for weight, unit in zip(weights, (0, 0, 1))}
     shards = Some(stage=4, units=[None] * 3, may_reduce=False, reduce=reduced.append)
+    shards.limit = Some(wait=lambda number: None)
     shards.unit_index = lambda weight: places.get(id(weight))
     reduction = UnitReducer(shards, weights)
     reduction.on_gradient(weights[2])

@@ -29,6 +29,7 @@ ROWS = {
     "`regather=True`": ("qwen3", {}, {}, {"regather": True}),
     "`dynamic_weights=True`": ("qwen3", {}, {}, {"dynamic_weights": True}),
     '`overlap="turns"`': ("qwen3", {}, {}, {"overlap": "turns"}),
+    '`gradients="rolling"`': ("qwen3", {}, {}, {"gradients": "rolling"}),
 }
 MARKS = {"✓", "refused", "–"}
 

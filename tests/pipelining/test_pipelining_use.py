@@ -125,7 +125,7 @@ def test_what_is_no_number_of_microbatches_is_refused(number):
 
 def test_every_schedule_with_one_copy_has_a_class():
     one_copy = {n for n in zp.names() if len(zp.build(n, ranks=4, microbatches=8).placement.copies) == 1}
-    assert set(CLASSES) == one_copy
+    assert set(CLASSES) == one_copy - {"seq1f1b", "slimpipe"}  # torch's interface has no slices of sequences
     for name, kind in CLASSES.items():
         assert ours.get_schedule_class(name) is kind
         torchs_kind = getattr(torchs, kind.__name__, None)

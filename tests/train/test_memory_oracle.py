@@ -22,8 +22,8 @@ import zeropipe as zp
 from zeropipe.core.action import actions_of
 from zeropipe.estimating import head
 from zeropipe.train import preview as train_preview
-from zeropipe.train.inputs import build_schedule
 from zeropipe.train.preview import preview
+from zeropipe.train.schedule import build_run_schedule
 
 LIMIT = 0.10
 REGATHERED_LIMIT = 0.15  # of a peak in which units are gathered and reduced one by one
@@ -41,7 +41,9 @@ def model(tmp_path_factory):
 
 def preview_on_cpu(config):
     """The dry run of the schedule with the halves of each Overlap one after the other, as a CPU runs them."""
-    with mock.patch.object(train_preview, "build_schedule", lambda config: without_overlaps(build_schedule(config))):
+    with mock.patch.object(
+        train_preview, "build_run_schedule", lambda config: without_overlaps(build_run_schedule(config))
+    ):
         return preview(config)
 
 
