@@ -144,7 +144,7 @@ def test_units_are_reduced_in_order_when_complete_and_gathered():
     shards = Some(stage=4, units=[None] * 3, may_reduce=False, reduce=reduced.append)
     shards.limit = Some(wait=lambda number: None)
     shards.unit_index = lambda weight: places.get(id(weight))
-    reduction = UnitReducer(shards, weights)
+    reduction = UnitReducer(shards, weights, gathers=True)
     reduction.on_gradient(weights[2])
     reduction.on_gradient(weights[0])
     reduction.on_gradient(weights[0])  # a second gradient of one weight completes no other
@@ -155,7 +155,7 @@ def test_units_are_reduced_in_order_when_complete_and_gathered():
     assert reduced == [0, 1, 2]
     with pytest.raises(zp.EngineError, match=r"stage 4 adds .* of a weight of shape \[2\] after it was summed"):
         reduction.on_gradient(weights[0])
-    waiting = UnitReducer(shards, weights)
+    waiting = UnitReducer(shards, weights, gathers=True)
     shards.may_reduce = False  # the pass still gathers: what it needs must not wait
     for weight in weights:
         waiting.on_gradient(weight)
