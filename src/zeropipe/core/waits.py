@@ -36,7 +36,7 @@ def _require_one_clock(timeline: Timeline, steps: Sequence[tuple[Span, ...]], re
     """ScheduleError if most steps that wait for other ranks end before their inputs are there."""
     early = [(earliest - step[0].end, step[0].action) for step, earliest in zip(steps, ready) if earliest > step[0].end]
     num_waiting = sum(any(_waits_for_others(span.action, timeline) for span in step) for step in steps)
-    if early and 2 * len(early) >= num_waiting:
+    if 2 * len(early) > num_waiting:
         by, action = max(early)
         raise ScheduleError(
             f"{action} ends {time_text(by, timeline.unit)} before its input is there: the clocks of the ranks differ; "

@@ -115,7 +115,7 @@ class LocalRanks:
                 try:
                     message = pipe.recv_bytes()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
-                    outcomes[rank] = Failed(rank, "Died", _describe_exit(self._server.wait(self._pids[rank], 5)))
+                    outcomes[rank] = Failed(rank, "Died", _describe_exit(self._server.wait(self._pids[rank], 30)))
                 else:
                     if message == HEARTBEAT:
                         end = end if failed else time.monotonic() + timeout
