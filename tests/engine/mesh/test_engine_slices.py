@@ -53,8 +53,10 @@ def test_families(kind):
     """Windows, sinks, soft-caps, latent attention; with all blocks computed again."""
     job = (cases.train_in_slices, build("zb-h1", 3), PP2, kind, {}, {}, {"ac": "full", "slice_sizes": (3, 2, 2)}, 2)
     seen = largest(ranks(2).run(*job, timeout=280))
-    # norms of gemma add up in float32, here in another order
-    assert max(seen.values()) < (1e-5 if "gemma" in kind else TOLERANCE), seen
+    # gradients of gemma's norms and of deepseek's router add up in float32, here in another order
+    assert seen["loss"] < 1e-9, seen
+    near = {"gemma3_text": 1e-5, "gemma2": 1e-4, "deepseek_v3": 1e-4}
+    assert max(seen.values()) < near.get(kind, TOLERANCE), seen
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from zeropipe.engine.mesh.tp_collectives import TPGroup, all_gather, all_to_all, reduce_scatter
 from zeropipe.engine.stages.sequence_parts import SequenceParts
+from zeropipe.engine.torch_private.attention import triangle_mask
 from zeropipe.engine.transformers_private import base_implementation
 from zeropipe.errors import ConfigError
 
@@ -62,16 +62,9 @@ def _attend_with_all_keys(
     found = []  # a chunk attends to all tokens up to its end
     for chunk, some in zip(split.parts.chunks(key.shape[2]), query.chunk(2, 2)):
         before = slice(chunk.stop)
-        triangle = _triangle(len(chunk), chunk.stop, query.device)
+        triangle = triangle_mask(len(chunk), chunk.stop, query.device)
         found.append(split.run(module, some, key[:, :, before], value[:, :, before], triangle, **kwargs)[0])
     return torch.cat(found, 1)
-
-
-def _triangle(queries: int, keys: int, device: torch.device) -> Tensor:
-    """The mask of the last queries. A compiled graph cannot make the one that flash attention takes without memory."""
-    if torch.compiler.is_compiling():
-        return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return causal_lower_right(queries, keys)
 
 
 def _attend_by_heads(

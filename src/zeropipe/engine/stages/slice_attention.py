@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.slices import KeptKeys, Slice, StageSlices
+from zeropipe.engine.torch_private.attention import triangle_mask
 from zeropipe.engine.transformers_private import attention_function, split_attention
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -44,7 +44,7 @@ def attend(
         part, kept = found
         key, value = _KeepKeys.apply(kept, part, key, value)
         if attention_mask is None and part.begin:
-            attention_mask = causal_lower_right(query.shape[2], part.end)
+            attention_mask = triangle_mask(query.shape[2], part.end, query.device)
     return sliced.run(module, query, key, value, attention_mask, **kwargs)
 
 

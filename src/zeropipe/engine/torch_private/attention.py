@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -194,3 +196,15 @@ def _attend_each(query: Tensor, key: Tensor, value: Tensor, borders: Borders, sc
         attended = functional.scaled_dot_product_attention(*sample, attn_mask=near, scale=scale)
         outputs.append(attended.transpose(0, 1))
     return torch.cat(outputs).view(rows, tokens, heads, -1).transpose(1, 2)
+
+
+def triangle_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """The causal mask of the last queries of all keys.
+
+    A compiled graph cannot make the one that flash attention takes without memory, nor can a block under selective
+    checkpointing: its modes make tensors of another class.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    with _disable_current_modes():
+        return causal_lower_right(queries, keys)
