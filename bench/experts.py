@@ -149,8 +149,8 @@ def measure_waits(waits: dict[str, list[tuple[Any, Any]]]) -> Iterator[None]:
 def walk(seconds: dict[Any, float], link: float, num_layers: int) -> tuple[float, str]:
     """What an Overlap of two stages saves in the best order, and its phases in words. `link`: seconds of a message."""
     forward, dispatch, combine = turn_times.FORWARD, turn_times.DISPATCH, turn_times.COMBINE
-    attention = (forward, combine), (turn_times.BACKWARD, dispatch), ("W", combine)
-    experts = (forward, dispatch), (turn_times.BACKWARD, combine), ("W", dispatch)
+    attention = (forward, combine), (turn_times.BACKWARD, dispatch), (turn_times.WEIGHTS, combine)
+    experts = (forward, dispatch), (turn_times.BACKWARD, combine), (turn_times.WEIGHTS, dispatch)
     sent = PhaseTimes(link, link)
     layer = LayerPhases(
         PhaseTimes(*(seconds.get(name, 0.0) for name in attention)), sent,

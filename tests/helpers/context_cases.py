@@ -45,12 +45,21 @@ def train_on_cp(
     spreading: dict[str, Any], options: dict[str, Any], steps: int = 2,
 ) -> dict[str, float]:  # fmt: skip
     """AdamW steps with clipping beside one process; the largest differences."""
-    config, mesh, loss_fn = config_of(kind, **changes), mesh_of(sizes), CausalLMLoss()
+    config, mesh = config_of(kind, **changes), mesh_of(sizes)
     plain = hf_model(config)
     spreading = dict(spreading)
     attention = spreading.pop("attention", "auto")
     stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0, attention=attention)
     parallelize(stages, mesh, **spreading)
+    return train_beside(plain, schedule, stages, sizes, batches, options, steps)
+
+
+def train_beside(
+    plain: nn.Module, schedule: Schedule, stages: dict[int, Any], sizes: dict[str, int], batches: dict[str, Any],
+    options: dict[str, Any], steps: int,
+) -> dict[str, float]:  # fmt: skip
+    """The largest differences of steps of these stages from the plain model, on the tokens of all pipelines."""
+    mesh, loss_fn = mesh_of(sizes), CausalLMLoss()
     pipelines = math.prod(size for name, size in sizes.items() if name in DATA_DIMENSIONS)
     mine = 0
     for name in DATA_DIMENSIONS:

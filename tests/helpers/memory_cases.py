@@ -194,7 +194,7 @@ def measure_step(config: RunConfig) -> Measured:
     with (
         mock.patch.object(executor_cache, "ProfilerLabels", MeterActions),
         mock.patch.object(setup, "Engine", in_order),
-        mock.patch.object(cp_attention, "_triangle", _triangle),
+        mock.patch.object(cp_attention, "triangle_mask", _triangle),
         make_engine(config, position, stages) as engine,
     ):
         optimizer = make_optimizer(config, engine, position.device)

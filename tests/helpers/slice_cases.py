@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from context_cases import Mean, _for_plain, tokens
-from engine_helpers import hf_plain_step
-from mesh_cases import compare_update, hf_difference, mesh_of
+from context_cases import Mean, tokens, train_beside
+from mesh_cases import mesh_of
 from tensor_cases import config_of
 
-from zeropipe.core.mesh import DATA_DIMENSIONS
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, hf_model, hf_stages, parallelize
 from zeropipe.errors import ConfigError
@@ -24,30 +20,14 @@ def train_in_slices(
     options: dict[str, Any], steps: int = 2,
 ) -> dict[str, float]:  # fmt: skip
     """AdamW steps with clipping beside one process; the largest differences."""
-    config, mesh, loss_fn = config_of(kind, **changes), mesh_of(sizes), CausalLMLoss()
+    config, mesh = config_of(kind, **changes), mesh_of(sizes)
     plain = hf_model(config)
     stages = hf_stages(config, schedule, mesh["pp"].get_local_rank())
     if len(sizes) > 1:
         parallelize(stages, mesh)
-    pipelines = math.prod(size for name, size in sizes.items() if name in DATA_DIMENSIONS)
-    mine = 0
-    for name in DATA_DIMENSIONS:
-        mine = mine * sizes.get(name, 1) + (mesh[name].get_local_rank() if name in sizes else 0)
-    seen = {"loss": 0.0, "grad": 0.0, "norm": 0.0, "weight": 0.0, "eval": 0.0}
-    with Engine(schedule, stages, mesh=mesh, **options) as engine:
-        ours, theirs = (
-            torch.optim.AdamW(p, lr=0.01, foreach=False) for p in (engine.parameters(), list(plain.parameters()))
-        )
-        for step in range(steps):
-            everybodys = [tokens(schedule.num_microbatches, 10 * step + i, **batches) for i in range(pipelines)]
-            data, every = everybodys[mine], [batch for some in everybodys for batch in some]
-            evaluated = engine.eval_step(data, loss_fn).loss
-            wanted = hf_plain_step(plain, [_for_plain(batch) for batch in every], loss_fn)
-            seen["eval"] = max(seen["eval"], abs(evaluated - wanted) / wanted)
-            seen["loss"] = max(seen["loss"], abs(engine.train_step(data, loss_fn).loss - wanted) / wanted)
-            compare_update(seen, engine, plain, (ours, theirs), partial(hf_difference, stages, plain))
-        for stage in stages.values():
-            assert not stage.slices._kept  # nothing is kept after a step
+    seen = train_beside(plain, schedule, stages, sizes, batches, options, steps)
+    for stage in stages.values():
+        assert not stage.slices._kept  # nothing is kept after a step
     return seen
 
 

@@ -14,6 +14,7 @@ import click
 from zeropipe.cli.command import SINGLE_COSTS, Command, Option, print_cost_help
 from zeropipe.cli.param_types import DTYPES, Dtype, FiniteRange, Integers, Size, Tokens
 from zeropipe.core.formats.parse import parse_value
+from zeropipe.core.gradient_policy import GRADIENTS
 from zeropipe.core.mesh import DIMENSIONS, EXPERTS
 from zeropipe.core.placement import MAX_WEIGHT_PARTS
 from zeropipe.errors import ConfigError, short
@@ -233,7 +234,7 @@ COSTS: dict[str, tuple[Any, str]] = {
     "gathered_weights": (str, "Memory of weights gathered at a time with regather; two units by default."),
     "full_gradients": (str, "Memory of gradients until they are reduced."),
     "gradients": (
-        click.Choice(["whole", "rolling", "rolling:1", "rolling:2", "rolling:3"]),
+        click.Choice(GRADIENTS),
         "Reduce gradients once per step, after every microbatch, or when more than N stages of a rank have them.",
     ),
     "rolling_gradients": (str, "Memory of gradients while a B or W runs with rolling ones; three units by default."),

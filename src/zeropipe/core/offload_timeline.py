@@ -23,9 +23,7 @@ class Offloading(NamedTuple):
 
     def events(self, rank: int) -> Iterator[tuple[Action, float, float]]:
         """(action, start, end) of each copy of `rank`."""
-        begin, stop = self.packed.offsets[rank : rank + 2]
-        starts, ends = (memoryview(column).cast("d")[begin:stop] for column in (self.start, self.end))
-        for code, start, end in zip(self.packed.row(rank), starts, ends, strict=True):
+        for code, start, end in self.packed.entries(rank, self.start, self.end):
             yield decode(code), start, end
 
     def peak_host_memory(self, rank: int) -> float:

@@ -172,6 +172,11 @@ class PackedRows:
         """The codes of one rank."""
         return self.view[self.offsets[rank] : self.offsets[rank + 1]]
 
+    def entries(self, rank: int, *columns: bytes) -> Iterator[tuple[Any, ...]]:
+        """Each code of one rank, with its entry in every column: packed float64 of all ranks."""
+        begin, end = self.offsets[rank : rank + 2]
+        return zip(self.row(rank), *(memoryview(column).cast("d")[begin:end] for column in columns), strict=True)
+
     def locate(self, index: int) -> tuple[int, int]:
         """(rank, step) of the code at `index`; an Overlap is one step."""
         rank = bisect_right(self.offsets, index) - 1

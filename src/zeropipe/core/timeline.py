@@ -86,11 +86,7 @@ class Timeline:
 
     def spans(self, rank: int) -> Iterator[Span]:
         """The computations of `rank`, in order."""
-        begin, end = self.schedule.packed.offsets[rank : rank + 2]
-        codes = self.schedule.packed.row(rank)
-        starts = memoryview(self.start).cast("d")[begin:end]
-        ends = memoryview(self.end).cast("d")[begin:end]
-        for code, first, last in zip(codes, starts, ends, strict=True):
+        for code, first, last in self.schedule.packed.entries(rank, self.start, self.end):
             yield Span(rank, self.schedule.decode(code), first, last)
 
     def steps(self, rank: int) -> Iterator[tuple[Span, ...]]:

@@ -10,6 +10,7 @@
 - `engine`, `options`, `setup`: `train_step`, `eval_step` and `forward`, their options and checks.
 - `checkpoint`: a run's weights and optimizer on disk, for any layout; full weights for other programs.
 - `run`: local processes, and the jobs of `zeropipe run`.
+- `timing`: points in time on a device.
 - `layout`: a rank's place in the mesh.
 - `masters`, `low_bits`: float32 copies of 16-bit parameters, and their compressed form.
 - `torch_private`, `fsdp_private`, `transformers_private`: private names of torch and transformers, and nothing else.

@@ -204,11 +204,8 @@ def free_reduced(unit: Any) -> None:
     """Free the inputs of reduces that have ended: torch keeps them until the end of the step."""
     for group in groups_of(unit):
         context = group.comm_ctx
-        pending = [state for state in _pending_reduces(context) if state.event is not None and not state.event.query()]
-        if hasattr(context, "reduce_scatter_states"):
-            context.reduce_scatter_states[:] = pending
-        else:  # torch 2.11 has one at a time
-            context.reduce_scatter_state = pending[0] if pending else None
+        pending = _pending_reduces(context)
+        _keep_reduces(context, [state for state in pending if state.event is not None and not state.event.query()])
 
 
 def pending_reduces(unit: Any) -> list[Any]:
@@ -220,14 +217,13 @@ def wait_for_reduce(unit: Any, state: Any) -> None:
     """Let the current stream wait for one of `pending_reduces`, and free its input."""
     for group in groups_of(unit):
         context, device = group.comm_ctx, group.device_handle
-        if not any(state is other for other in _pending_reduces(context)):
+        pending = _pending_reduces(context)
+        others = [other for other in pending if other is not state]
+        if len(others) == len(pending):
             continue
         if state.event is not None:
             device.current_stream().wait_event(state.event)
-        if hasattr(context, "reduce_scatter_states"):
-            context.reduce_scatter_states[:] = [other for other in context.reduce_scatter_states if other is not state]
-        else:  # torch 2.11
-            context.reduce_scatter_state = None
+        _keep_reduces(context, others)
 
 
 def _pending_reduces(context: Any) -> list[Any]:
@@ -235,6 +231,14 @@ def _pending_reduces(context: Any) -> list[Any]:
     if hasattr(context, "reduce_scatter_states"):
         return list(context.reduce_scatter_states)
     return [] if context.reduce_scatter_state is None else [context.reduce_scatter_state]  # torch 2.11
+
+
+def _keep_reduces(context: Any, states: list[Any]) -> None:
+    """Let FSDP have these records of reduces only: the inputs of others are freed."""
+    if hasattr(context, "reduce_scatter_states"):
+        context.reduce_scatter_states[:] = states
+    else:  # torch 2.11 has one at a time
+        context.reduce_scatter_state = states[0] if states else None
 
 
 def disable_reduce(root: Any) -> None:

@@ -192,12 +192,8 @@ def simulate_kernel(
     """
     codes, offsets, remote, own, makes, to = deps.codes, deps.offsets, deps.remote, deps.own, deps.makes, deps.to
     durations, savings, num_stages = costs.durations, costs.savings, costs.num_stages
-    activation, released, stash, num_weight_parts = (
-        costs.activation,
-        costs.released,
-        costs.stash,
-        costs.num_weight_parts,
-    )
+    activation, released, stash = costs.activation, costs.released, costs.stash
+    num_weight_parts = costs.num_weight_parts
     num_rows = costs.num_slices * num_stages
     edges, travel, transfer = costs.edges, costs.travel, costs.transfer
     ended, arrived, waiter = results.ended, results.arrived, results.waiter
@@ -379,7 +375,7 @@ def _run_sharding_action(
         state.link_free[rank] = free
         finish = max(begin, free)
         if shards.limit >= 0:
-            memory += _hold_pending(rank, stage, slot, free, has_room, shards, state)
+            memory += _free_gradients(rank, stage, slot, free, has_room, shards, state)
         elif state.has_gradients[slot]:
             state.reduced[slot] = free
             if state.first_reducing[rank] < 0:
@@ -401,10 +397,10 @@ def _rolls_inside(at: int, codes: Ints, shards: ShardTables) -> bool:
     return kind_of(codes[at]) == W or not shards.regathers
 
 
-def _hold_pending(
+def _free_gradients(
     rank: int, stage: int, slot: int, end: float, has_room: float, shards: ShardTables, state: ShardState
 ) -> float:
-    """Let go of the gradients of a stage, but for units that are being reduced; returns the change of memory."""
+    """Free the gradients of a stage, except units that are being reduced; returns the change of memory."""
     pending = min(REDUCES_AT_ONCE, shards.units) / shards.units * shards.gradients[stage]
     change: float = pending - state.pending[rank]
     if state.has_gradients[slot]:

@@ -14,7 +14,15 @@ from torch import nn
 
 from zeropipe.engine.backward import turns
 from zeropipe.engine.backward.splitters import BackwardPass, StoreSplitter
-from zeropipe.engine.backward.turn_times import BACKWARD, COMBINE, DISPATCH, FORWARD, TurnTimes, share_to_delay
+from zeropipe.engine.backward.turn_times import (
+    BACKWARD,
+    COMBINE,
+    DISPATCH,
+    FORWARD,
+    WEIGHTS,
+    TurnTimes,
+    share_to_delay,
+)
 from zeropipe.engine.backward.vectors import VectorGradients
 from zeropipe.engine.comm.threads import HelperThread
 from zeropipe.engine.step.overlaps import take_turns
@@ -245,8 +253,8 @@ def test_weight_gradients_that_are_delayed_run_at_the_next_message(helper):
 def test_weight_gradients_of_experts_go_where_less_is_computed(experts, weights, attention, share):
     forward, backward, own = attention * 0.3, attention * 0.5, attention * 0.2
     seconds = {
-        (FORWARD, DISPATCH): experts, ("W", DISPATCH): weights, (FORWARD, COMBINE): forward,
-        (BACKWARD, DISPATCH): backward, ("W", COMBINE): own,
+        (FORWARD, DISPATCH): experts, (WEIGHTS, DISPATCH): weights, (FORWARD, COMBINE): forward,
+        (BACKWARD, DISPATCH): backward, (WEIGHTS, COMBINE): own,
     }  # fmt: skip
     assert share_to_delay(seconds) == pytest.approx(share, abs=0.01)
 

@@ -72,10 +72,12 @@ def accumulate_at_turns() -> Iterator[None]:
 
     def run_pending(share: float) -> None:
         """Run the first products, about `share` of the work of all."""
-        left = (1 - share) * sum(product.flops for product in products)
+        remaining = sum(product.flops for product in products)
+        left = (1 - share) * remaining
         with torch.no_grad():
             products.reverse()
-            while products and (share == 1 or sum(product.flops for product in products) > left):
+            while products and (share == 1 or remaining > left):
+                remaining -= products[-1].flops
                 _run(products.pop())  # each is freed when the next one runs
             products.reverse()
 

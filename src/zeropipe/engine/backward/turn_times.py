@@ -6,25 +6,23 @@ message later, together with the attention of both. They go where there is less 
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from zeropipe.engine.timing import elapsed_seconds, mark_time
+
 DISPATCH, COMBINE = "dispatch", "combine"  # messages: rows to experts (of F), their gradients back (of I); the others
 BACKWARD, FORWARD = 0, 1  # the first and the second of two computations
+WEIGHTS = 2  # products of the backward that run while it waits for a message
+
+# what is computed, and a message: of a side, after it has arrived and until the next one; of weights, while it is sent
+Span = tuple[int, str]
 
 MEASURED_STEP = 2  # the first one compiles and allocates
-
-
-class _Span(NamedTuple):
-    """What is computed after a message has arrived, until the next one starts."""
-
-    side: int
-    message: str
 
 
 class TurnTimes:
@@ -32,16 +30,16 @@ class TurnTimes:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._step, self.delayed = device, 0, 0.0
-        self._running: dict[int, tuple[_Span, Any]] = {}  # by side
-        self._spans: dict[object, list[tuple[Any, Any]]] = defaultdict(list)
-        self.seconds: dict[object, float] = {}  # of the measured step
+        self._running: dict[int, tuple[Span, Any]] = {}  # by side
+        self._spans: dict[Span, list[tuple[Any, Any]]] = defaultdict(list)
+        self.seconds: dict[Span, float] = {}  # of the measured step
 
     def begin_step(self) -> None:
         """Start a step; the one after the measured step decides."""
         self._step += 1
         self._running.clear()
         if self._step == MEASURED_STEP + 1:
-            self.seconds = {name: sum(_elapsed(*span) for span in spans) for name, spans in self._spans.items()}
+            self.seconds = {name: sum(elapsed_seconds(*span) for span in spans) for name, spans in self._spans.items()}
             self._spans.clear()
             self.delayed = share_to_delay(self.seconds)
 
@@ -52,13 +50,13 @@ class TurnTimes:
     def begin(self, side: int, message: str) -> None:
         """A message of one side has arrived."""
         if self.is_measuring:
-            self._running[side] = _Span(side, message), self._now()
+            self._running[side] = (side, message), mark_time(self._device)
 
     def end(self, side: int) -> None:
         """One side has started its next message."""
         if side in self._running:
             span, start = self._running.pop(side)
-            self._spans[span].append((start, self._now()))
+            self._spans[span].append((start, mark_time(self._device)))
 
     @contextmanager
     def measure_weights(self, message: str) -> Iterator[None]:
@@ -66,35 +64,21 @@ class TurnTimes:
         if not self.is_measuring:
             yield
             return
-        start = self._now()
+        start = mark_time(self._device)
         yield
-        self._spans["W", message].append((start, self._now()))
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._spans[WEIGHTS, message].append((start, mark_time(self._device)))
 
 
-def _elapsed(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return float(end - start)
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
-
-
-def share_to_delay(seconds: dict[Any, float]) -> float:
+def share_to_delay(seconds: Mapping[Span, float]) -> float:
     """The share of the experts' W that makes computations per message equal.
 
     While one message (dispatch of B) is under way, the experts of F and experts' W run; while two (combine of B and of
     F), the attention of both and its W, and what of the experts' W was delayed.
     """
-    experts = seconds.get(_Span(FORWARD, DISPATCH), 0.0)
-    weights = seconds.get(("W", DISPATCH), 0.0)
-    attention = seconds.get(_Span(FORWARD, COMBINE), 0.0) + seconds.get(_Span(BACKWARD, DISPATCH), 0.0)
-    attention += seconds.get(("W", COMBINE), 0.0)
+    experts = seconds.get((FORWARD, DISPATCH), 0.0)
+    weights = seconds.get((WEIGHTS, DISPATCH), 0.0)
+    attention = seconds.get((FORWARD, COMBINE), 0.0) + seconds.get((BACKWARD, DISPATCH), 0.0)
+    attention += seconds.get((WEIGHTS, COMBINE), 0.0)
     if not weights or not experts:
         return 0.0
     return min(1.0, max(0.0, (2 * (experts + weights) - attention) / (3 * weights)))

@@ -115,19 +115,24 @@ def small_logits(stage: HFStage, ids: Tensor) -> Tensor:
 
 def _uses_interface(stage: HFStage, exchange: str) -> bool:
     """Whether a model calls its attention so that it can be replaced; changes the stage."""
-    calls: list[bool] = []
     with SimulatedTP(1) as simulated:
         split_stage(stage, simulated.groups[0], exchange)
-        for module in stage.modules():
-            if (split := getattr(module, "split_attention", None)) is not None:
+        return calls_attention(stage, "split_attention")
 
-                def run(*args: Any, own: Any = split.run, **kwargs: Any) -> Any:
-                    calls.append(True)
-                    return own(*args, **kwargs)
 
-                module.split_attention = split._replace(run=run)  # type: ignore[assignment]
-        with torch.no_grad():
-            small_logits(stage, list_batches(stage)[0]["input_ids"])
+def calls_attention(stage: HFStage, name: str) -> bool:
+    """Whether a model calls the attention that its modules have under this name, a tuple with `run`; changes them."""
+    calls: list[bool] = []
+    for module in stage.modules():
+        if (attention := getattr(module, name, None)) is not None:
+
+            def run(*args: Any, own: Any = attention.run, **kwargs: Any) -> Any:
+                calls.append(True)
+                return own(*args, **kwargs)
+
+            setattr(module, name, attention._replace(run=run))
+    with torch.no_grad():
+        small_logits(stage, list_batches(stage)[0]["input_ids"])
     return bool(calls)
 
 

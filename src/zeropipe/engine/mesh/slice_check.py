@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.slices import parse_shares
-from zeropipe.engine.mesh.cp_check import list_batches, part_name, run_watched, sees_later_tokens, small_logits
+from zeropipe.engine.mesh.cp_check import calls_attention, list_batches, part_name, run_watched, sees_later_tokens
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.slice_attention import slice_stage
 from zeropipe.engine.stages.slices import SLICE, Slice
@@ -101,18 +101,7 @@ def find_difference(config: Any, family: Any) -> str | None:
 def _uses_interface(stage: HFStage) -> bool:
     """Whether a model calls its attention so that it can be replaced; changes the stage."""
     slice_stage(stage)
-    calls: list[bool] = []
-    for module in stage.modules():
-        if (sliced := getattr(module, "slice_attention", None)) is not None:
-
-            def run(*args: Any, own: Any = sliced.run, **kwargs: Any) -> Any:
-                calls.append(True)
-                return own(*args, **kwargs)
-
-            module.slice_attention = sliced._replace(run=run)  # type: ignore[assignment]
-    with torch.no_grad():
-        small_logits(stage, list_batches(stage)[0]["input_ids"])
-    return bool(calls)
+    return calls_attention(stage, "slice_attention")
 
 
 def _compare(small: HFStage, batch: Batch) -> str | None:

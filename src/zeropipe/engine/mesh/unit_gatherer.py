@@ -173,7 +173,7 @@ class UnitGatherer:
 
 
 def _ignore(number: int, is_forward: bool) -> None:
-    """Nobody wants to know which units a pass leaves."""
+    """Outside of `observed`."""
 
 
 def _accept(collective: Collective) -> None:

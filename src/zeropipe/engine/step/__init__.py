@@ -18,5 +18,6 @@ watchers          labels for torch.profiler, the check for NaN
 recorder          the recorded Timeline
 shard_recorder    gathers and reductions of sharded stages in it
 copy_recorder     copies of activations in it
+event_columns     both, packed to be sent to other ranks
 clock             the clocks of several machines
 """

@@ -145,7 +145,8 @@ class Executor:
         self._current = 0
         for cell in self.cells.values():
             cell.clear()
-            if (slices := getattr(cell.module, "slices", None)) is not None:
+        for info in self._context.stages.values():
+            if (slices := getattr(info.module, "slices", None)) is not None:
                 slices.clear()
         for receiver in self._receivers.values():
             receiver.begin(self._runner.key_of, self._output_spec)

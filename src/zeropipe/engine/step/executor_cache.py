@@ -47,9 +47,9 @@ class ExecutorCache:
         if len(self._executors) > MAX_EXECUTORS:
             self._executors.pop(next(iter(self._executors))).close()
         if use == "record":
-            slices = self._context.schedule.num_slices
-            sliced = resize(self._context.schedule, num_microbatches // slices)
-            self.recorded = found.schedule if slices == 1 else sliced
+            schedule = self._context.schedule
+            is_sliced = schedule.num_slices > 1
+            self.recorded = resize(schedule, num_microbatches // schedule.num_slices) if is_sliced else found.schedule
         return found
 
     def close(self) -> None:

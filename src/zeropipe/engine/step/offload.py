@@ -93,7 +93,7 @@ class Offloader:
     @contextmanager
     def collect(self, cell: Cell) -> Iterator[None]:
         """Around the F of a cell: find what it keeps."""
-        self._keep_pace()
+        self._wait_for_device()
         saved = self._saved[cell.stage, cell.microbatch] = SavedTensors()
         with collect_saved(saved.slots):
             yield
@@ -159,7 +159,7 @@ class Offloader:
 
     def wait(self, cell: Cell) -> None:
         """Before the backward of a cell: wait until its RELOAD has ended."""
-        self._keep_pace()
+        self._wait_for_device()
         saved = self._saved.pop((cell.stage, cell.microbatch))
         if saved.is_reloaded is not None:
             torch.cuda.current_stream(self._device).wait_event(saved.is_reloaded)
@@ -190,7 +190,7 @@ class Offloader:
             if type(x) is Tensor and torch_tensors.memory_of(x) in copied:
                 x.data = x.new_empty(()).expand(x.shape)
 
-    def _keep_pace(self) -> None:
+    def _wait_for_device(self) -> None:
         """Wait until the device is at most one action behind, and free what is on the host by then.
 
         Memory is allocated when an action is issued. If this process were far ahead of the device, it would allocate

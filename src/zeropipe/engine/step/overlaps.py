@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.backward.turn_times import TurnTimes
+from zeropipe.engine.backward.turn_times import BACKWARD, FORWARD, TurnTimes
 from zeropipe.engine.backward.turns import Stopped, Switched, Turns, taking
 from zeropipe.engine.comm.threads import HelperThread
 from zeropipe.engine.step.cell_runner import Call
 
 STOP_S = 1.0  # that a backward may take to end after its forward has failed
-
-FIRST, SECOND = 0, 1  # B, F
 
 
 def take_turns(
@@ -53,7 +51,7 @@ def _run(
         except BaseException as error:
             errors.append(error)
         finally:
-            turns.end(FIRST, failed)
+            turns.end(BACKWARD, failed)
             ended.release()
 
     with taking(turns):
@@ -66,7 +64,7 @@ def _run(
         except Stopped:  # B has the error
             has_failed = False
         finally:
-            turns.end(SECOND, has_failed)
+            turns.end(FORWARD, has_failed)
             state = turns.get_state()
             ended.acquire(timeout=STOP_S if has_failed else -1)
             turns.set_state(state)

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeropipe.core.action import Action, Kind, Overlap, W
+from zeropipe.core.offload_timeline import Offloading
 from zeropipe.core.packed import PackedRows, kind_of, pack
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.timeline import Memory, Timeline
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.splitters import Splitter
@@ -23,10 +25,12 @@ from zeropipe.engine.comm.communicator import Communicator
 from zeropipe.engine.mesh.sharded_stage import ShardedStage
 from zeropipe.engine.step.cell_runner import Call, Cell
 from zeropipe.engine.step.clock import Clock
-from zeropipe.engine.step.copy_recorder import CopyColumns, CopyRecorder, build_offloading
+from zeropipe.engine.step.copy_recorder import CopyRecorder
+from zeropipe.engine.step.event_columns import EventColumns, join_events, pack_events
 from zeropipe.engine.step.offload import Copy
-from zeropipe.engine.step.shard_recorder import ShardColumns, ShardRecorder, build_sharding, pack_events, start_times
+from zeropipe.engine.step.shard_recorder import ShardRecorder
 from zeropipe.engine.step.watchers import Watcher
+from zeropipe.engine.timing import elapsed_seconds, mark_time
 from zeropipe.engine.torch_private import autograd as torch_autograd
 from zeropipe.engine.torch_private import tensors as torch_tensors
 
@@ -50,7 +54,7 @@ class Recorder(Watcher):
         self, device: torch.device, parameters: Sequence[Tensor], splitter: Splitter, shards: Mapping[int, ShardedStage]
     ) -> None:
         self._device, self._splitter, self.shards = device, splitter, ShardRecorder(device, shards)
-        self._copies = CopyRecorder()
+        self._copies = CopyRecorder(device)
         self._parameters = parameters
         # start, end, actions, memory during, memory after
         self._marks: list[tuple[Any, Any, Sequence[Action], Any, int]] = []
@@ -69,8 +73,7 @@ class Recorder(Watcher):
         self._pending_bytes.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event = mark_time(self._device)
             self._origin = (time.perf_counter(), event)
             self._allocations.begin()
             self._peaks = None
@@ -138,11 +141,10 @@ class Recorder(Watcher):
 
     def _on_cuda(self, call: Call, actions: Sequence[Action]) -> Call:
         def timed() -> None:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before, _ = self._allocations.mark()
-            start.record()
+            start = mark_time(self._device)
             call()
-            end.record()
+            end = mark_time(self._device)
             after, alive = self._allocations.mark()
             self._marks.append((start, end, actions, (before, after), alive))
 
@@ -159,31 +161,29 @@ class Recorder(Watcher):
             for code in pack(actions if len(actions) == 1 else [Overlap(*actions)]):
                 yield RecordedAction(code, start_s, end_s, float(during), float(after))
 
-    def shard_columns(self, clock: Clock) -> ShardColumns:
-        """The gathers and reductions, on rank 0's clock."""
-        return pack_events(self.shards, lambda mark: clock.to_rank_0(self._seconds(mark)))
-
-    def copy_columns(self, clock: Clock) -> CopyColumns:
-        """The copies to the host and back, on rank 0's clock."""
-        return self._copies.columns(lambda mark: clock.to_rank_0(self._seconds(mark)))
+    def event_columns(self, clock: Clock) -> tuple[EventColumns, EventColumns]:
+        """The gathers and reductions, and the copies to the host and back, on rank 0's clock."""
+        shards, copies = (
+            pack_events(events, lambda mark: clock.to_rank_0(self._seconds(mark)))
+            for events in (self.shards.events, self._copies.events)
+        )
+        return shards, copies
 
     def _seconds(self, mark: Any) -> float:
-        if isinstance(mark, float):
-            return mark
-        mark.synchronize()
-        return self._origin[0] + self._origin[1].elapsed_time(mark) / 1000
+        return mark if isinstance(mark, float) else self._origin[0] + elapsed_seconds(self._origin[1], mark)
 
 
 def gather_timeline(recorder: Recorder, schedule: Schedule, comm: Communicator, clock: Clock) -> Timeline:
     """The Timeline of all ranks on rank 0's clock; every rank calls this and gets it."""
     columns = [array(kind, column).tobytes() for kind, column in zip(COLUMN_TYPES, zip(*recorder.rows(clock)))]
-    everyone = comm.exchange((columns, recorder.shard_columns(clock), recorder.copy_columns(clock)))
+    everyone = comm.exchange((columns, *recorder.event_columns(clock), recorder.shards.num_units))
     pipeline = [everyone[rank] for rank in comm.layout.pipeline]
-    rows = [[RecordedAction(*values) for values in zip(*map(_to_array, COLUMN_TYPES, row))] for row, _, _ in pipeline]
+    recorded, shards, copies, num_units = zip(*pipeline)
+    rows = [[RecordedAction(*values) for values in zip(*map(_to_array, COLUMN_TYPES, row))] for row in recorded]
     schedule, rows = _fit_schedule(schedule, rows)
     actions = [action for row in rows for action in row]
-    sharded = [columns for _, columns, _ in pipeline]
-    zero = min([*(action.start for action in actions), *start_times(sharded)])
+    zero = min([*(action.start for action in actions), *(t for events in shards for t in _to_array("d", events.start))])
+    sharding, offloading = join_events(shards, zero), join_events(copies, zero)
     return Timeline(
         schedule,
         _to_bytes(action.start - zero for action in actions),
@@ -192,8 +192,8 @@ def gather_timeline(recorder: Recorder, schedule: Schedule, comm: Communicator, 
         unit="s",
         memory_unit="B",
         measured=True,
-        sharding=build_sharding(sharded, zero),
-        offloading=build_offloading([copies for _, _, copies in pipeline], zero),
+        sharding=None if sharding is None else Sharding(*sharding, max(num_units)),
+        offloading=None if offloading is None else Offloading(*offloading),
     )
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from zeropipe.core.action import Action, Kind
-from zeropipe.core.packed import PackedRows, encode
-from zeropipe.core.shard_timeline import Sharding
 from zeropipe.engine import fsdp_private
 from zeropipe.engine.mesh.sharded_stage import ShardedStage
 from zeropipe.engine.step.cell_runner import Call
+from zeropipe.engine.timing import mark_time
 from zeropipe.engine.torch_private import tensors as torch_tensors
 
 
@@ -95,14 +92,11 @@ class ShardRecorder:
 
     def mark_time(self, wait: Callable[[], object] | None = None, stream: Any = None) -> Any:
         """The time now; on CUDA an event on a stream, or after `wait`."""
-        if self._stream is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(stream if wait is None else self._stream):
-            if wait is not None:
-                wait()
-            event.record()
-        return event
+        if wait is None:
+            return mark_time(self._device, stream)
+        with torch.cuda.stream(self._stream):
+            wait()
+            return mark_time(self._device)
 
 
 class StageObserver:
@@ -149,48 +143,3 @@ class StageObserver:
             self._recorder.update_peak()
         elif fsdp_private.groups_of(unit):
             self._event.end = self._recorder.mark_time(stream=fsdp_private.reduce_stream(unit))
-
-
-class ShardColumns(NamedTuple):
-    """The recorded events of a rank, as columns."""
-
-    codes: bytes
-    start: bytes
-    end: bytes
-    size: bytes
-    num_units: int
-
-
-def pack_events(recorder: ShardRecorder, to_seconds: Callable[[Any], float]) -> ShardColumns:
-    """The events of a rank; `to_seconds` converts results of `ShardRecorder.mark_time`."""
-    rows = [
-        (
-            encode(*event.action[:3]),
-            to_seconds(event.start),
-            max(to_seconds(event.start), to_seconds(event.end)),
-            float(event.size),
-        )
-        for event in recorder.events
-        if event.start is not None and event.end is not None
-    ]
-    codes, start, end, size = (array(kind, [row[n] for row in rows]).tobytes() for n, kind in enumerate("qddd"))
-    return ShardColumns(codes, start, end, size, recorder.num_units)
-
-
-def build_sharding(ranks: Sequence[ShardColumns], zero: float) -> Sharding | None:
-    """The events of all ranks; None if no stage is sharded. Times count from `zero`."""
-    if not any(columns.codes for columns in ranks):
-        return None
-    packed = PackedRows.of(memoryview(columns.codes).cast("q") for columns in ranks)
-    start, end = (
-        array("d", (time - zero for column in columns for time in memoryview(column).cast("d"))).tobytes()
-        for columns in ([columns.start for columns in ranks], [columns.end for columns in ranks])
-    )
-    num_units = max(columns.num_units for columns in ranks)
-    return Sharding(packed, start, end, b"".join(columns.size for columns in ranks), num_units)
-
-
-def start_times(ranks: Sequence[ShardColumns]) -> Iterator[float]:
-    """The start of every event of all ranks."""
-    for columns in ranks:
-        yield from memoryview(columns.start).cast("d")
