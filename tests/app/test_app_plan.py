@@ -89,7 +89,7 @@ def test_costs_are_planned_as_the_command_plans_them(run, tmp_path, monkeypatch)
 
 
 def test_what_does_not_fit_is_said(monkeypatch):
-    monkeypatch.setattr(plan_calls, "MAX_CANDIDATES", 1600)  # what fits is not among those with the least work
+    monkeypatch.setattr(plan_calls, "MAX_CANDIDATES", 500)  # what fits is not among those with the least work
     status, answer = ask("plan", {**SMALL, "model": "llama-3-70b"})
     assert (status, answer["rows"]) == (200, [])
     closest = answer["closest"]

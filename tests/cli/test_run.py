@@ -125,6 +125,7 @@ def test_on_a_mesh_with_gradients_proven(tmp_path):
     assert predicted.label == "zbv on pp=2,dp_shard=2, simulated"
 
 
+@pytest.mark.full
 def test_divided_experts_on_a_mesh_with_gradients_proven(tmp_path):
     from engine_helpers import ranks
     from train_runs import model_directory

@@ -37,9 +37,7 @@ def test_training_equals_the_plain_model(name):
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize(
-    "name", mark_rest_full(NAMES, ["1f1b", "chimera", "interleaved", "interleaved-zb", "looped-bfs", "v-min"])
-)
+@pytest.mark.parametrize("name", mark_rest_full(NAMES, ["1f1b", "chimera", "v-min"]))
 @pytest.mark.parametrize("microbatches", [1, 5])
 def test_few_and_odd_numbers_of_microbatches(name, microbatches):
     differences = largest(ranks().run(train, build(name, 4, microbatches), 1))
@@ -88,7 +86,7 @@ KNOBS = [
     "name, options",
     mark_rest_full(
         [(name, options) for name in ("1f1b", "zbv", "dualpipe", "dualpipev") for options in KNOBS],
-        lambda it: it[0] == "zbv" or it[1] in (KNOBS[:5] if it[0] == "dualpipe" else KNOBS[:1]),
+        lambda it: it[0] == "zbv" or it[1] == KNOBS[0],
     ),
     ids=str,
 )
@@ -100,9 +98,7 @@ def test_every_knob_gives_the_same(name, options):
 
 @pytest.mark.parametrize(
     "name",
-    mark_rest_full(
-        NAMES, ["1f1b", "interleaved", "zb-h1", "zbv", "v-min", "dualpipe", "dualpipev", "chimera", "hanayo"]
-    ),
+    mark_rest_full(NAMES, ["1f1b", "zbv", "dualpipe", "dualpipev", "hanayo"]),
 )
 def test_no_rank_needs_a_message_under_way(name):
     """As on NCCL, where CUDA may hold a rank back until its sends and receives have ended."""
@@ -138,7 +134,7 @@ def test_weight_gradients_in_parts(name, split):
     "name",
     mark_rest_full(
         [name for name in NAMES if name not in ("dualpipe", "chimera")],
-        ["1f1b", "gpipe", "interleaved", "interleaved-overlap", "zb-h1", "v-half", "dualpipev"],
+        ["1f1b", "interleaved-overlap", "zb-h1", "dualpipev"],
     ),
 )
 def test_torchs_runtime_agrees(name):

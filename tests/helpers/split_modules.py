@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import zeropipe.integrations.experts  # noqa: F401  it registers torchtitan's experts, of which there is a copy below
+
 
 class Changing(nn.Module):
     """A block that modifies the outputs of its layers in place."""

@@ -28,7 +28,7 @@ from zeropipe.train.schedule import build_run_schedule
 LIMIT = 0.10
 REGATHERED_LIMIT = 0.15  # of a peak in which units are gathered and reduced one by one
 ROLLING_LIMIT = 0.20  # of gradients: on a CPU a unit is reduced at once, and not while those of the next are computed
-COMMON = {4: (24, 40, 44)}  # seeds for `make test`, by the number of processes
+COMMON = {4: (40,)}  # seeds for `make test`, by the number of processes
 LAYOUTS = portion("ZEROPIPE_LAYOUTS", 300)
 
 
@@ -88,7 +88,8 @@ def test_memory_of_16_bit_shards_without_master_weights(model, report_error):
 ROLLING = [
     # sizes, schedule, gradients, ac
     pytest.param({"dp_shard": 4}, "1f1b", "rolling", "none", marks=pytest.mark.full),
-    ({"pp": 2, "dp_shard": 2}, "zb-h1", "rolling", "full"),
+    ({"dp_shard": 2}, "1f1b", "rolling", "full"),
+    pytest.param({"pp": 2, "dp_shard": 2}, "zb-h1", "rolling", "full", marks=pytest.mark.full),
     pytest.param({"pp": 2, "dp_shard": 2}, "zbv", "rolling", "none", marks=pytest.mark.full),
 ]
 
@@ -105,7 +106,7 @@ def test_memory_of_rolling_gradients(sizes, schedule, gradients, ac, tmp_path, r
     }) for policy in ("whole", gradients)]  # fmt: skip
     whole, rolling = ([rank.memory["gradients"] for rank in preview(config).ranks] for config in runs)
     assert max(map(float.__truediv__, rolling, whole)) < 0.85
-    check(runs[1], 4, report_error)
+    check(runs[1], runs[1].mesh.num_processes, report_error)
 
 
 PARTS = [
@@ -122,7 +123,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize(
-    ("sizes", "seed", "ac", "sequence", "packing", "keys"), mark_rest_full(PARTS, lambda it: it in (PARTS[1], PARTS[6]))
+    ("sizes", "seed", "ac", "sequence", "packing", "keys"), mark_rest_full(PARTS, lambda it: it == PARTS[1])
 )
 def test_memory_of_parts_of_sequences(sizes, seed, ac, sequence, packing, keys, tmp_path, report_error):
     fields = {"model_type": "llama", **cases.MODEL, "num_key_value_heads": keys}

@@ -14,7 +14,7 @@ from train_runs import metrics_of, plain_steps, train_on
 SEEDS = portion("ZEROPIPE_SEEDS", 1)
 # Some types compute their rotation, their softmax or their routers in float32. A difference grows from step to step.
 TOLERANCES = (1e-4, 5e-3, 5e-3, 1e-2)
-QUICK = (("qwen3_moe", 0),)
+QUICK = (("olmoe", 0),)
 
 
 def assert_trained(model_type, seed, folder):

@@ -48,6 +48,7 @@ def test_five_steps_give_the_weights_of_plain_torch(tmp_path, mesh, schedule, ti
     assert [line["loss"] for line in metrics_of(tmp_path / "out")] == list(outcome.losses)
 
 
+@pytest.mark.full
 def test_divided_experts_give_the_weights_of_plain_torch(tmp_path):
     start = model_directory(
         tmp_path / "start", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,

@@ -33,6 +33,7 @@ def test_from_layout_to_layout_with_tensor_parallelism(tmp_path):
     assert max(seen) < TOLERANCE, seen
 
 
+@pytest.mark.full
 def test_from_shards_over_parts_of_sequences(tmp_path):
     layouts = [("1f1b", {"dp_shard": 2, "cp": 2}), ("zbv", {"pp": 2, "cp": 2}), ("1f1b", {"pp": 4})]
     seen = chain(tmp_path, cases.Model(tied=False, config={}), layouts)

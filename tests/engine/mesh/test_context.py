@@ -79,10 +79,11 @@ def test_steps_equal_one_process(sizes, name, batches, exchange):
 
 
 SHARDED = [
-    ({"pp": 2, "cp": 2}, "zbv", {}, {}), ({"cp": 2, "tp": 2}, "1f1b", {}, {"regather": True}),
-    ({"pp": 1, "dp_shard": 2, "cp": 2}, "1f1b", {"packed": True}, {}),
+    ({"pp": 2, "cp": 2}, "zbv", {}, {}),
     *(pytest.param(*job, marks=pytest.mark.full) for job in (
         ({"pp": 2, "dp_shard": 2, "cp": 2}, "dualpipev", {}, {}), ({"dp_replicate": 2, "cp": 2}, "1f1b", {}, {}),
+        ({"cp": 2, "tp": 2}, "1f1b", {}, {"regather": True}),
+        ({"pp": 1, "dp_shard": 2, "cp": 2}, "1f1b", {"packed": True}, {}),
         ({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, "1f1b", {}, {}),
         ({"dp_shard": 2, "cp": 2, "tp": 2}, "1f1b", {}, {"ac": "full"}),
     )),
@@ -145,7 +146,10 @@ def stage_of(kind: str, **changes: Any) -> Any:
     return hf_stages(config_of(kind, **changes), zp.build("1f1b", ranks=1, microbatches=1), 0)[0]
 
 
-@pytest.mark.parametrize("exchange, collectives", [("heads", {"all_to_all_single"}), ("gather", {"gather", "scatter"})])
+@pytest.mark.parametrize(
+    "exchange, collectives",
+    [("heads", {"all_to_all_single"}), pytest.param("gather", {"gather", "scatter"}, marks=pytest.mark.full)],
+)
 def test_one_graph_for_all_blocks(exchange, collectives):
     torch._dynamo.reset()
     counters.clear()

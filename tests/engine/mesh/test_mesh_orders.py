@@ -23,7 +23,7 @@ def full(*values):
 @pytest.mark.parametrize(
     "name, options",
     [
-        ("zbv", {}),
+        full("zbv", {}),
         ("dualpipe", {"record": True, "dynamic_weights": True}),
         *(full(name, {}) for name in zp.names() if name != "zbv"),
         full("dualpipe", {"split": "whole"}),
@@ -39,7 +39,8 @@ def test_any_numbers_of_microbatches(name, options):
     assert max(seen.values()) < TOLERANCE, seen
 
 
-@pytest.mark.parametrize("name", ["dualpipe", full("chimera"), full("zbv")])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["dualpipe", "chimera", "zbv"])
 def test_any_numbers_of_microbatches_on_replicas_of_sharded_pipelines(name):
     schedule = zp.build(name, ranks=2, microbatches=4)
     sizes = {"pp": 2, "dp_replicate": 2, "dp_shard": 2}
@@ -55,7 +56,7 @@ MORE = ("skips all", "either", "repeats", "never")
     "name, options, ways",
     [
         ("1f1b", {"regather": True}, WAYS),
-        ("zbv", {"regather": True}, WAYS[:2]),
+        full("zbv", {"regather": True}, WAYS[:2]),
         full("1f1b-overlap", {"regather": True}, WAYS[:1]),
         ("1f1b", {}, WAYS[:1]),
         *(full(name, {}, WAYS + MORE) for name in ("1f1b", "zbv", "dualpipe", "interleaved", "dualpipev")),

@@ -201,7 +201,9 @@ def group():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind, sequence", [("qwen3", False), ("qwen3_moe", True)], ids=str)
+@pytest.mark.parametrize(
+    "kind, sequence", [pytest.param("qwen3", False, marks=pytest.mark.full), ("qwen3_moe", True)], ids=str
+)
 def test_one_graph_for_all_blocks(group, kind, sequence, monkeypatch):
     torch._dynamo.reset()
     counters.clear()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import peft
 import pytest
 import torch
+from full_marker import mark_rest_full
 from peft import LoraConfig
 from stage_models import CONFIGS
 from transformers import set_seed
@@ -37,8 +40,9 @@ def stage_and_plain(attention="auto"):
     return stage, plain
 
 
-@pytest.mark.parametrize("ac", ["none", "full"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "compiled, ac", mark_rest_full(product((False, True), ("none", "full")), [(False, "none"), (True, "full")])
+)
 def test_logits_and_gradients_are_those_of_peft_under_autocast(compiled, ac):
     stage, plain = stage_and_plain()
     prepare_blocks(stage, compile=compiled, ac=ac, backend="aot_eager")

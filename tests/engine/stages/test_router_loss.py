@@ -91,7 +91,11 @@ def test_without_the_flag_there_are_only_logits():
 
 
 @pytest.mark.parametrize(
-    "ways", [{"ac": "full"}, {"ac": "selective:op"}, {"compile": True, "backend": "aot_eager"}], ids=str
+    "ways",
+    mark_rest_full(
+        [{"ac": "full"}, {"ac": "selective:op"}, {"compile": True, "backend": "aot_eager"}], lambda it: "ac" in it
+    ),
+    ids=str,
 )
 def test_checkpointed_and_compiled_layers_hand_on_their_routers(ways, recwarn):
     """Layers that run again in the backward are caught once."""

@@ -22,6 +22,7 @@ from zeropipe.engine.step import expert_load
 
 ONE = zp.build("1f1b", ranks=1, microbatches=2)
 CASES = [
+    ("zb-h1", {"dp_replicate": 2}, 2, "deepseek_v3", {"ac": "full"}),
     ("zbv", {"pp": 2, "dp_shard": 2}, 2, "deepseek_v3", {"ac": "full"}),
     ("1f1b", {"dp_replicate": 2}, 1, "deepseek_v3", {"compile": True, "ac": "selective:op", "direct_gradients": True}),
     *product(

@@ -49,7 +49,8 @@ def test_options(options):
     require_equal(run(2, *pair(name), "qwen3", options=options), at_least=4)
 
 
-@pytest.mark.parametrize("ac", ["none", *full("full", "selective:op")])
+@pytest.mark.full
+@pytest.mark.parametrize("ac", ["none", "full", "selective:op"])
 def test_compiled_blocks(ac):
     options = {"compile": True, "ac": ac}
     require_equal(run(2, *pair("zb-h1"), "llama", options=options, case=cases.hf_compiled), at_least=4)
@@ -64,7 +65,7 @@ def test_families(family):
     require_equal(run(2, *pair("1f1b"), family), at_least=4)
 
 
-@pytest.mark.parametrize("shard", ["tp", "dp_shard", *full("dp_replicate")])
+@pytest.mark.parametrize("shard", ["dp_shard", *full("tp", "dp_replicate")])
 def test_mesh(shard):
     require_equal(run(4, *pair("zb-h1"), "llama", shard), at_least=4)
 

@@ -46,7 +46,7 @@ def test_training_with_experts_equals_one_process(name, sizes, kind, options):
 JOINED = [("zbv", REPLICATED), ("1f1b", {"dp_replicate": 2}), ("interleaved", SHARDED), ("zb-h1", SHARDED)]
 
 
-@pytest.mark.parametrize("name, sizes", mark_rest_full(JOINED, lambda case: case[0] == "zbv"), ids=str)
+@pytest.mark.parametrize("name, sizes", mark_rest_full(JOINED, lambda case: case[0] == "1f1b"), ids=str)
 def test_neighbours_of_other_schedules_take_turns(name, sizes):
     schedule = zp.with_overlaps(zp.build(name, ranks=sizes.get("pp", 1), microbatches=6))
     assert any(isinstance(step, Overlap) for row in schedule.rows for step in row)

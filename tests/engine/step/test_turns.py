@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -12,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from zeropipe.engine.backward import turns
+from zeropipe.engine.backward import turn_times, turns
 from zeropipe.engine.backward.splitters import BackwardPass, StoreSplitter
 from zeropipe.engine.backward.turn_times import (
     BACKWARD,
@@ -259,15 +258,16 @@ def test_weight_gradients_of_experts_go_where_less_is_computed(experts, weights,
     assert share_to_delay(seconds) == pytest.approx(share, abs=0.01)
 
 
-def test_computations_between_messages_are_measured_in_the_second_step(helper):
-    times = TurnTimes(CPU)
+def test_computations_between_messages_are_measured_in_the_second_step(helper, monkeypatch):
+    times, now = TurnTimes(CPU), [0.0]
+    monkeypatch.setattr(turn_times, "mark_time", lambda device: now[0])
 
     def side(seconds):
         def run():
             for message in (DISPATCH, COMBINE):
                 turns.turn(message=message)
                 turns.resume(message)
-                time.sleep(seconds)
+                now[0] += seconds
             turns.turn()
 
         return run
@@ -276,6 +276,7 @@ def test_computations_between_messages_are_measured_in_the_second_step(helper):
         times.begin_step()
         assert (times.seconds != {}) == (step == 2)
         take_turns(side(0.02), side(0.05), nn.Identity(), helper, CPU, times)()
-    assert set(times.seconds) == {(side, message) for side in (BACKWARD, FORWARD) for message in (DISPATCH, COMBINE)}
-    for message in (DISPATCH, COMBINE):
-        assert 0.02 <= times.seconds[FORWARD, message] < times.seconds[BACKWARD, message]
+    assert times.seconds == pytest.approx(
+        {(side, message): 0.05 if side == BACKWARD else 0.02 for side in (BACKWARD, FORWARD)
+         for message in (DISPATCH, COMBINE)}
+    )  # fmt: skip
