@@ -175,16 +175,20 @@ def test_what_cannot_be_divided_is_refused(sizes, ep, kind, options, words):
 
 
 COMPILED = [
-    ("1f1b", {"dp_replicate": 2}, "selective:op", "aot_eager"),
-    *product(("1f1b", "zbv", "dualpipev"), (SHARDED, TWICE), ("none", "full", "selective:op"), ("aot_eager", None)),
+    ("1f1b", {"dp_replicate": 2}, "selective:op", "aot_eager", 1),
+    *product(
+        ("1f1b", "zbv", "dualpipev"), (SHARDED, TWICE), ("none", "full", "selective:op"), ("aot_eager", None), (2,)
+    ),
 ]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name, sizes, ac, backend", mark_rest_full(COMPILED, lambda it: it == COMPILED[0]), ids=str)
-def test_compiled_blocks_are_one_graph_around_the_exchange(name, sizes, ac, backend):
+@pytest.mark.parametrize(
+    "name, sizes, ac, backend, microbatches", mark_rest_full(COMPILED, lambda it: it == COMPILED[0]), ids=str
+)
+def test_compiled_blocks_are_one_graph_around_the_exchange(name, sizes, ac, backend, microbatches):
     """None: inductor. Microbatches have different lengths, and experts without a token are among them."""
-    schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=2 * sizes.get("pp", 1))
+    schedule = zp.build(name, ranks=sizes.get("pp", 1), microbatches=microbatches * sizes.get("pp", 1))
     options, changes = {"compile": True, "ac": ac}, {"num_hidden_layers": schedule.num_stages}
     changes["output_router_logits"] = False
     args = (schedule, sizes, 2, backend, options, 1 if backend else 2, changes, True)
