@@ -18,6 +18,7 @@ from viewer_page import (
     page_of,  # noqa: F401
     pixel,
     place,
+    rgb,
     run,
     settle,
     window,
@@ -90,6 +91,50 @@ def test_hover_tells_what_is_gathered_and_reduced_and_who_waits_for_it(page_of, 
     for gap in (gap for gap in explain.find_gaps(timeline) if gap.cause == "sharding"):
         assert "Idle: sharding" in hover(page, gap.rank, (gap.start + gap.end) / 2)
     assert "weights gathered" in page.locator(".zp-legend").inner_text()
+
+
+@pytest.mark.parametrize("shards", [{}, {"shards": "keep", "unshard": 0.5, "reduce": 1.0}])
+def test_hover_tells_what_is_copied_and_who_waits_for_it(page_of, shards):  # noqa: F811
+    costs = zp.Costs(offload_bandwidth=0.6, reload_bandwidth=0.5, p2p=0.1, **shards)
+    timeline = zp.simulate(zp.with_offload(zp.build("1f1b", ranks=2, microbatches=4), offload=1.0), costs)
+    page = page_of(timeline)
+    copies = [span for rank in range(2) for span in timeline.offloading_spans(rank)]
+    tracks = ["offload", "reload"] if not shards else ["sharding", "offload", "reload"]
+    for span in copies:
+        x, y = place(page, span.rank, (span.start + span.end) / 2 - timeline.first_start)
+        track = (tracks.index(span.action.kind.name.lower()) + 0.4) / len(tracks)
+        below = page.evaluate(
+            "(at) => 0.75 * zeropipeViewer.panels[0].layout.height + 1 + at * zeropipeViewer.panels[0].layout.lane",
+            track,
+        )
+        page.mouse.move(x, y + below)
+        card = page.locator(".zp-card").inner_text()
+        assert card.startswith(f"{span.action} ")
+        assert f"stage {span.action.stage} · microbatch {span.action.microbatch} · rank {span.rank}" in card
+    waits = [gap for gap in explain.find_gaps(timeline) if gap.cause == "offload"]
+    assert waits
+    for gap in waits:
+        assert "Idle: offload" in hover(page, gap.rank, (gap.start + gap.end) / 2 - timeline.first_start)
+    legend = page.locator(".zp-legend").inner_text()
+    assert "offloaded to the host" in legend
+    assert ("weights gathered" in legend) is bool(shards)
+
+
+def test_copies_in_both_directions_are_drawn_one_above_the_other(page_of):  # noqa: F811
+    timeline = zp.simulate(
+        zp.from_csv("0F0,0OFFLOAD0,0F1,0OFFLOAD1,0RELOAD0,0B0,0RELOAD1,0B1"), zp.Costs(offload_bandwidth=0.5)
+    )
+    page = page_of(timeline)
+    colours = page.evaluate(
+        """() => { const v = zeropipeViewer, p = v.panels[0], x = v.state.gutter + v.view.x(4);
+        const context = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
+        return [0.25, 0.75].map((share) => {
+          const y = p.layout.height + p.layout.top(0) + 0.5 + share * p.layout.lane;
+          context.drawImage(p.rows, -Math.floor(x), -Math.floor(y));
+          return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3); }); }"""
+    )
+    colors = payload(timeline)["palette"]["light"]
+    assert colours == [rgb(colors["offload"]), rgb(colors["reload"])]
 
 
 def test_measured_pauses_are_told_from_waiting(page_of):  # noqa: F811

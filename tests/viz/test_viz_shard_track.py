@@ -77,8 +77,9 @@ def test_a_trace_has_a_track_of_its_own(tmp_path):
 def test_the_viewer_gets_the_lane():
     data = payload([sharded(), zp.simulate(zp.build("1f1b", ranks=2, microbatches=2))])
     assert data["timelines"][0]["laneOffsets"] == [0, 4, 8]
-    assert {"laneStart", "laneEnd", "laneStage", "laneReduces"} <= set(data["timelines"][0]["columns"])
-    assert data["timelines"][1]["laneOffsets"] is None
+    assert {"laneStart", "laneEnd", "laneStage", "laneMicrobatch", "laneLook"} <= set(data["timelines"][0]["columns"])
+    assert data["timelines"][0]["laneLooks"] == ["unshard", "reduce"]
+    assert "laneOffsets" not in data["timelines"][1]
     assert data["causes"][5] == "sharding"
     assert explain.idle_times(sharded())[0].sharding > 0
 

@@ -78,7 +78,7 @@ def palette(theme: str, count: int) -> dict[str, Any]:
     kinds = {
         k: {"name": NAMES[k], "fill": shades(k, count), "ink": [ink_on(c) for c in shades(k, count)]} for k in KINDS
     }
-    return {**THEMES[theme], "kinds": kinds}
+    return {**THEMES[theme], **LANE_COLORS[theme], "kinds": kinds}
 
 
 def contrast(one: str, other: str) -> float:

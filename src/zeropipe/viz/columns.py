@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from zeropipe.core import explain
-from zeropipe.core.action import Kind
 from zeropipe.core.jit import Floats, Ints, arrays
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.timeline import Timeline
-from zeropipe.viz.lanes import lane
+from zeropipe.viz.lanes import LOOKS, tracks
 
 WHOLE, UPPER, LOWER = 0, 1, 2  # an Overlap is a box in two halves: forward above, backward below
 LARGEST_FLOAT = 3.4028234663852886e38  # of four bytes
@@ -56,19 +55,20 @@ def build_columns(timeline: Timeline, tick: float) -> dict[str, Column]:
 
     columns = {name: of_boxes(name) for name in ("gap", "duration", "microbatch", "remote", "own", "waited")}
     columns["path"] = _column("i4", explain.critical_indices(timeline))
-    if timeline.sharding:
-        moves = [move for rank in range(timeline.num_ranks) for move in lane(timeline, rank)]
+    moves = [move for rank in range(timeline.num_ranks) for track in tracks(timeline, rank) for move in track]
+    actions = [move.action for move in moves]
+    if moves:
         columns["laneStart"] = _column("i4", (round(move.start / tick) for move in moves))
         columns["laneEnd"] = _column("i4", (round(move.end / tick) for move in moves))
+        columns["laneMicrobatch"] = _column("i4", (action.microbatch for action in actions))
     for name, levels in zip(("during", "after"), timeline.memory or ()):
         values = xp.list_floats(xp.floats(levels))
         xp.call(limit_kernel, values)
         columns[name] = Column("f4", size, xp.small_bytes(values, "f"))
     columns["stage"] = of_boxes("stage", "u2")
-    if timeline.sharding:
-        codes = timeline.sharding.packed.view
-        columns["laneStage"] = _column("u2", map(stage_of, codes))
-        columns["laneReduces"] = _column("u1", (kind_of(code) == Kind.REDUCE_GRAD for code in codes))
+    if moves:
+        columns["laneStage"] = _column("u2", (action.stage for action in actions))
+        columns["laneLook"] = _column("u1", (LOOKS.index(move.look) for move in moves))
     columns["head"] = of_boxes("head", "u1")
     return columns
 

@@ -18,7 +18,7 @@ from zeropipe.viz.colors import LANE_WORDS, NAMES, ink_on, lane_color, shades
 from zeropipe.viz.columns import LOWER, WHOLE
 from zeropipe.viz.density import KINDS
 from zeropipe.viz.drawable import drawable
-from zeropipe.viz.lanes import has_lane, lane, looks_of, merged
+from zeropipe.viz.lanes import has_lane, looks_of, merged, tracks
 from zeropipe.viz.scene import Area, Line, Rect, Scene, Text
 from zeropipe.viz.style import Style
 from zeropipe.viz.words import cut_to, one_line, width_of, wrapped
@@ -162,11 +162,14 @@ def _timeline(
 
 
 def _lane(timeline: Timeline, rank: int, left: float, top: float, style: Style, scale: float) -> Iterator[Rect]:
-    """The gathers and reductions of a rank, below its boxes."""
-    for move in merged(lane(timeline, rank), THINNEST / scale):
-        width = (move.end - move.start) * scale
-        width = max(THINNEST, width - _gap(width))
-        yield Rect(left + move.start * scale, top, width, LANE - 0.8, lane_color(style.theme, move.look), move.name)
+    """The gathers and reductions of a rank, and its copies, below its boxes."""
+    listed = tracks(timeline, rank)
+    pitch = (LANE - 0.8) / len(listed)
+    for number, track in enumerate(listed):
+        for move in merged(track, THINNEST / scale):
+            x, width = left + move.start * scale, (move.end - move.start) * scale
+            width = max(THINNEST, width - _gap(width))
+            yield Rect(x, top + number * pitch, width, pitch, lane_color(style.theme, move.look), move.name)
 
 
 def _rank_name(rank: int, middle: float, pitch: float, style: Style, left: float) -> list[Text]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from zeropipe.core.action import Kind
+from zeropipe.core.action import Action, Kind
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.colors import OFFLOADING, SHARDING
 
@@ -20,8 +20,10 @@ class Move(NamedTuple):
     look: str  # one of MARKS
     start: float
     end: float
+    action: Action  # the first one, of merged ones
 
 
+LOOKS = tuple(MARKS)
 _LOOKS = {Kind.UNSHARD: "unshard", Kind.REDUCE_GRAD: "reduce", Kind.OFFLOAD: "offload", Kind.RELOAD: "reload"}
 
 
@@ -41,10 +43,17 @@ def lane(timeline: Timeline, rank: int) -> Iterator[Move]:
     """The gathers and reductions of a rank, and its copies."""
     zero = timeline.first_start
     for _, action, start, end in (*timeline.sharding_spans(rank), *timeline.offloading_spans(rank)):
-        yield Move(str(action), _LOOKS[action.kind], start - zero, end - zero)
+        yield Move(str(action), _LOOKS[action.kind], start - zero, end - zero, action)
 
 
-def merged(moves: Iterator[Move], least: float) -> list[Move]:
+def tracks(timeline: Timeline, rank: int) -> list[list[Move]]:
+    """The lane of a rank by what runs at the same time, each by start: sharding, copies to the host, copies from it."""
+    moves = sorted(lane(timeline, rank), key=lambda move: move.start)
+    looks = [*(SHARDING,) * bool(timeline.sharding), *((look,) for look in OFFLOADING if timeline.offloading)]
+    return [[move for move in moves if move.look in among] for among in looks]
+
+
+def merged(moves: Iterable[Move], least: float) -> list[Move]:
     """Merge neighbours of one look that are less than `least` apart: they could not be distinguished."""
     found: list[Move] = []
     for move in moves:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import ceil, log10
 from typing import Any
 
 from zeropipe.core import explain
 from zeropipe.core.ranking import rank_timelines
 from zeropipe.core.timeline import Timeline
-from zeropipe.viz.colors import SHARDING, palette, shade_table
+from zeropipe.viz.colors import LANE_WORDS, palette, shade_table
 from zeropipe.viz.columns import build_columns
 from zeropipe.viz.drawable import drawable
+from zeropipe.viz.lanes import LOOKS, has_lane, looks_of, tracks
 from zeropipe.viz.words import one_line
 
 TICKS = 2**31 - 1  # times are whole ticks below this
@@ -32,7 +34,7 @@ def payload(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
         "version": 1,
         "causes": list(explain.CAUSES),
         "palette": {theme: palette(theme, shades) for theme in ("light", "dark")},
-        "sharding": SHARDING,
+        "lane": {look: LANE_WORDS[look] for look in LOOKS},
         "timelines": [
             {**_timeline(t, table), "standing": {"fits": s.fits, "best": s.best_time, "ofBest": s.of_best}}
             for t, table, s in zip(listed, tables, rank_timelines(listed).standings, strict=True)
@@ -69,11 +71,17 @@ def _timeline(timeline: Timeline, shades: list[list[int]]) -> dict[str, Any]:
         "overLimit": list(timeline.over_limit),
         "message": explain.find_reasons(timeline).message,
         **({"phases": _phases(timeline)} if timeline.phases else {}),
-        "laneOffsets": list(timeline.sharding.packed.offsets) if timeline.sharding else None,
+        **(_lane(timeline) if has_lane(timeline) else {}),
         "columns": {name: column.type for name, column in columns.items()},
         "lengths": [column.length for column in columns.values()],
         "data": _pack(column.data for column in columns.values()),
     }
+
+
+def _lane(timeline: Timeline) -> dict[str, Any]:
+    """Where the tracks of each rank begin in the columns of the lane, and what there may be in them."""
+    lengths = [len(track) for rank in range(timeline.num_ranks) for track in tracks(timeline, rank)]
+    return {"laneOffsets": [0, *accumulate(lengths)], "laneLooks": looks_of([timeline])}
 
 
 def _phases(timeline: Timeline) -> dict[str, list[list[Any]]]:

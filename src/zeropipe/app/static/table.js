@@ -4,7 +4,7 @@ import { countText, percentText, sizeText, timeText } from "/viewer/units.js";
 import { h, showMessage } from "./dom.js";
 import { createFormatsMenu } from "./downloads.js";
 
-const PARTS = [["busy", "busy"], ["warm_up", "warm-up"], ["waiting", "waiting for data"], ["communication", "communication"], ["cool_down", "cool-down"], ["other", "other"], ["sharding", "sharding"]];
+const PARTS = [["busy", "busy"], ["warm_up", "warm-up"], ["waiting", "waiting for data"], ["communication", "communication"], ["cool_down", "cool-down"], ["other", "other"], ["sharding", "sharding"], ["offload", "offload"]];
 
 const PRESETS = { "The classics": ["gpipe", "1f1b", "interleaved"], "Zero bubble": ["1f1b", "zb-h1", "zbv"], "Less memory": ["1f1b", "v-half", "v-min"] };
 
@@ -24,7 +24,7 @@ export class Table {
     this.table = h("table", { className: "compare" }, h("caption", { className: "unseen" }, "Comparison of the chosen schedules"),
       h("thead", {}, h("tr", {}, ...heads.map((text) => h("th", { scope: "col" }, text)))));
     const keys = PARTS.filter(([name]) => name !== "other").map(([name, text]) => h("span", {}, h("i", { className: `part part-${name}` }), text));
-    this.shardsKey = keys.at(-1);
+    this.rareKeys = { sharding: keys.at(-2), offload: keys.at(-1) };
     this.box = h("div", { className: "bare" }, this.table, h("p", { className: "legend" }, "Ranks' time: ", ...keys));
     root.append(this.empty, this.box);
   }
@@ -49,7 +49,7 @@ export class Table {
   show(choices, results, errors) {
     const longest = (unit) => Math.max(...results.filter((result) => result.unit === unit).map((result) => result.makespan));
     this.box.classList.toggle("bare", !results.length);
-    this.shardsKey.style.display = results.some((result) => result.idle.sharding > 0) ? "" : "none";
+    for (const [cause, key] of Object.entries(this.rareKeys)) key.style.display = results.some((result) => result.idle[cause] > 0) ? "" : "none";
     const groupSize = (group) => results.filter((result) => result.group === group).length;
     choices.forEach((choice, n) => {
       const row = this.rows.get(choice);

@@ -34,7 +34,7 @@ function columnsOf(timeline, buffer) {
 }
 
 /** Undo the differences: times in the timeline's unit, microbatches, places of what a box needs (-1 for none). */
-function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, path, during, after, stage, head, laneStart, laneEnd, laneStage, laneReduces }) {
+function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, path, during, after, stage, head, laneStart, laneEnd, laneStage, laneMicrobatch, laneLook }) {
   const size = gap.length;
   const start = new Float64Array(size);
   const end = new Float64Array(size);
@@ -63,7 +63,7 @@ function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, pa
   }
   for (let r = 0; r < timeline.ranks; r++) rank.fill(r, timeline.offsets[r], timeline.offsets[r + 1]);
   const timeOf = (ticks) => (timeline.tick < 1 ? ticks / perTick : ticks * timeline.tick);
-  const lane = laneStart && { start: Float64Array.from(laneStart, timeOf), end: Float64Array.from(laneEnd, timeOf), stage: laneStage, reduces: laneReduces };
+  const lane = laneStart && { start: Float64Array.from(laneStart, timeOf), end: Float64Array.from(laneEnd, timeOf), stage: laneStage, microbatch: laneMicrobatch, look: laneLook, tracks: (timeline.laneOffsets.length - 1) / timeline.ranks };
   return { size, start, end, kind, half, shade, rank, stage, microbatch, remote, own, waited, path, during, after, lane };
 }
 
@@ -73,7 +73,11 @@ export function nameOf(timeline, i) {
 
 /** The microbatch of a box, `3`, or with its slice, `3.1`. */
 export function microbatchOf(timeline, i) {
-  const number = timeline.microbatch[i];
+  return numberOf(timeline, timeline.microbatch[i]);
+}
+
+/** A number among the microbatches, or among the slices of all of them, as a text. */
+export function numberOf(timeline, number) {
   return timeline.slices ? `${Math.floor(number / timeline.slices)}.${number % timeline.slices}` : String(number);
 }
 

@@ -2,12 +2,12 @@
 
 import { meaningOf } from "./causes.js";
 import { firstAbove, microbatchOf, nameOf, stepOf } from "./data.js";
-import { describePiece, heldFrom, reducedAt } from "./lane.js";
+import { describePiece, heldFrom, isReloaded, reducedAt } from "./lane.js";
 import { levelAt } from "./memory.js";
 import { phasesOf } from "./phases.js";
 import { percentText, sizeText, timeText } from "./units.js";
 
-const [WARM_UP, WAITING, COMMUNICATION, COOL_DOWN, OTHER, SHARDING] = [0, 1, 2, 3, 4, 5]; // places in payload.causes and .idle
+const [WARM_UP, WAITING, COMMUNICATION, COOL_DOWN, OTHER, SHARDING, OFFLOAD] = [0, 1, 2, 3, 4, 5, 6]; // places in payload.causes and .idle
 
 /** {box} or {gap} of a rank at a time; `lower` asks for the lower half of an Overlap. Null outside the timeline. */
 export function hit(timeline, rank, time, lower) {
@@ -31,8 +31,10 @@ function pieceAt(timeline, rank, free, next, time) {
     return { from: reduced, to: timeline.makespan, cause: next > first ? COOL_DOWN : WARM_UP, next: -1, source: -1 };
   }
   const source = timeline.waited[next];
-  const begin = heldFrom(timeline, rank, next, free, source >= 0 ? timeline.end[source] : free);
-  if (time >= begin && begin < timeline.start[next]) return { from: begin, to: timeline.start[next], cause: SHARDING, next, source: -1 };
+  const produced = source >= 0 ? timeline.end[source] : free;
+  const reloaded = stepOf(timeline, next).some((i) => isReloaded(timeline, rank, i));
+  const begin = reloaded ? Math.min(timeline.start[next], Math.max(free, produced)) : heldFrom(timeline, rank, next, free, produced);
+  if (time >= begin && begin < timeline.start[next]) return { from: begin, to: timeline.start[next], cause: reloaded ? OFFLOAD : SHARDING, next, source: -1 };
   if (next === first) return { from: free, to: begin, cause: WARM_UP, next, source };
   if (source < 0) return { from: free, to: begin, cause: timeline.measured ? OTHER : COMMUNICATION, next, source };
   const made = Math.min(begin, Math.max(free, timeline.end[source]));
@@ -52,7 +54,7 @@ export function before(timeline, i) {
 /** Lines for the card: {title, tint, lines: [[label, text]]}. */
 export function describe(timeline, found, data) {
   if (found.level !== undefined) return describeLevel(timeline, found);
-  if (found.piece !== undefined) return describePiece(timeline, found, data.sharding);
+  if (found.piece !== undefined) return describePiece(timeline, found, data.lane);
   return found.gap ? describeGap(timeline, found, data.causes) : describeBox(timeline, found.box, data.palette.light.kinds);
 }
 

@@ -12,7 +12,8 @@ import { countText, percentText, ruler, sizeText, timeText } from "./units.js";
 
 const ROW_SPACE = 0.14; // of a row's height, below it
 const TALLEST = 8000; // CSS pixels
-const LANE = 6; // CSS pixels below a row's boxes, for what it gathers and reduces
+const LANE = 6; // CSS pixels below a row's boxes, for gathers and reductions, or copies
+const TRACK = 4; // for each of several that run at the same time
 const EDGE = 2; // above the first row: room for its outline
 
 export class Panel {
@@ -74,7 +75,8 @@ export class Panel {
   get layout() {
     const { ranks } = this.timeline;
     const pitch = ranks <= 8 ? 36 : ranks <= 16 ? 28 : ranks <= 32 ? 20 : ranks <= 64 ? 14 : least(ranks);
-    const lane = this.timeline.lane ? LANE : 0;
+    const tracks = this.timeline.lane?.tracks ?? 0;
+    const lane = tracks > 1 ? TRACK * tracks : tracks * LANE;
     return rowsOf(this.stretched(pitch, 56, 0.5) + (pitch > 8 ? lane : 0), ranks, pitch > 8 ? lane : 0);
   }
 
@@ -111,7 +113,7 @@ export class Panel {
     within(context, gutter, view.width, this.layout.total, () => {
       this.grid(context, this.layout.total);
       this.painted = paintRows(context, this.timeline, this.sums, paint, view, this.layout, scale, this.state.labels);
-      paintLanes(context, this.timeline, paint.palette, view, this.layout);
+      paintLanes(context, this.timeline, paint.palette, view, this.layout, Object.keys(this.state.data.lane));
     });
     this.note.classList.toggle("zp-off", !this.painted.bands);
     this.pathNote.hidden = !this.state.path;
@@ -188,7 +190,7 @@ export class Panel {
     const layout = this.layout;
     const rank = Math.floor((y - EDGE) / layout.pitch);
     if (layout.lane && x >= gutter && y > layout.top(rank) + layout.height) {
-      const piece = hitLane(this.timeline, rank, view.time(x - gutter), (2 * view.span) / view.width);
+      const piece = hitLane(this.timeline, rank, y, view.time(x - gutter), (2 * view.span) / view.width, layout);
       return piece && { ...piece, panel: this };
     }
     const lower = y - layout.top(rank) > layout.height / 2;

@@ -118,7 +118,7 @@ class Viewer {
     const palette = this.state.data.palette[theme];
     this.state.paint = new Paint(palette, this.state.hidden);
     this.node.dataset.theme = theme;
-    for (const name of ["paper", "lane", "ink", "soft", "line", "limit", "memory", "path", "unshard", "reduce"]) {
+    for (const name of ["paper", "lane", "ink", "soft", "line", "limit", "memory", "path", ...Object.keys(this.state.data.lane)]) {
       this.node.style.setProperty(`--zp-${name}`, palette[name]);
     }
     for (const [kind, { fill }] of Object.entries(palette.kinds)) {
