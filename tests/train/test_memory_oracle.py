@@ -86,20 +86,22 @@ def test_memory_of_16_bit_shards_without_master_weights(model, report_error):
 
 
 ROLLING = [
-    # sizes, schedule, gradients, ac
-    pytest.param({"dp_shard": 4}, "1f1b", "rolling", "none", marks=pytest.mark.full),
-    ({"dp_shard": 2}, "1f1b", "rolling", "full"),
-    pytest.param({"pp": 2, "dp_shard": 2}, "zb-h1", "rolling", "full", marks=pytest.mark.full),
-    pytest.param({"pp": 2, "dp_shard": 2}, "zbv", "rolling", "none", marks=pytest.mark.full),
+    # sizes, microbatches, schedule, gradients, ac
+    ({"dp_shard": 2}, 2, "1f1b", "rolling", "none"),
+    pytest.param({"dp_shard": 4}, 4, "1f1b", "rolling", "none", marks=pytest.mark.full),
+    pytest.param({"pp": 2, "dp_shard": 2}, 4, "zb-h1", "rolling", "full", marks=pytest.mark.full),
+    pytest.param({"pp": 2, "dp_shard": 2}, 4, "zbv", "rolling", "none", marks=pytest.mark.full),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "schedule", "gradients", "ac"), ROLLING, ids=str)
-def test_memory_of_rolling_gradients(sizes, schedule, gradients, ac, tmp_path, report_error):
+@pytest.mark.parametrize(("sizes", "microbatches", "schedule", "gradients", "ac"), ROLLING, ids=str)
+def test_memory_of_rolling_gradients(sizes, microbatches, schedule, gradients, ac, tmp_path, report_error):
     """Of a model whose blocks are most of it."""
     config = {"model_type": "llama", **cases.MODEL, "num_hidden_layers": 12}
     (tmp_path / "config.json").write_text(json.dumps(config))
     drawn = cases.divide(cases.draw(7, 2, str(tmp_path)), sizes)
+    batch = microbatches * drawn.data.microbatch * sizes["dp_shard"]
+    drawn = drawn.model_copy(update={"data": drawn.data.model_copy(update={"batch": batch})})
     runs = [drawn.model_copy(update={
         "schedule": drawn.schedule.model_copy(update={"name": schedule}),
         "engine": drawn.engine.model_copy(update={"ac": ac, "shards": "keep", "gradients": policy}),

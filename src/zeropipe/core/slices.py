@@ -11,8 +11,6 @@ from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import to_python
 from zeropipe.errors import ConfigError, short
 
-BALANCED, EQUAL = "balanced", "equal"
-
 
 def balanced_shares(num_slices: int, attention: float) -> tuple[float, ...]:
     """The shares of slices that take equal time, if `attention` is the part of a sequence's time that is attention.

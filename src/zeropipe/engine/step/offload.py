@@ -50,13 +50,11 @@ class HostPool:
 
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned, self._free = is_pinned, defaultdict[int, list[HostBuffer]](list)
-        self.num_bytes = 0  # of all buffers, in use or not
 
     def take(self, num_bytes: int) -> HostBuffer:
         """A buffer of that size."""
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
-        self.num_bytes += num_bytes
         return HostBuffer(num_bytes, self._is_pinned)
 
     def give_back(self, buffer: HostBuffer) -> None:
@@ -84,11 +82,6 @@ class Offloader:
         self._saved: dict[tuple[int, int], SavedTensors] = {}
         self._pending: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()  # being copied, with their memory
         self._before: torch.cuda.Event | None = None  # what was issued when the action before began
-
-    @property
-    def host_bytes(self) -> int:
-        """Memory of the host that is reserved."""
-        return self._pool.num_bytes
 
     @contextmanager
     def collect(self, cell: Cell) -> Iterator[None]:
