@@ -17,6 +17,7 @@ from zeropipe.engine import LocalRanks
 from zeropipe.errors import ConfigError
 from zeropipe.integrations.trainer import pipelined
 
+pytestmark = pytest.mark.timeout(1000)  # each process imports TRL
 TOLERANCE = 1e-5
 
 
@@ -277,7 +278,7 @@ def test_the_best_model_is_loaded_at_the_end(two, tmp_path):
 def run_torchrun(output, killed_after, resume="new"):
     script = [trainer_cases.__file__, str(output), str(killed_after), resume]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, capture_output=True, text=True, timeout=480)
 
 
 def test_a_killed_run_resumes(tmp_path):

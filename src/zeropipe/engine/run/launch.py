@@ -19,7 +19,8 @@ from zeropipe.engine.run.forkserver import fork_server
 from zeropipe.engine.run.rank import HEARTBEAT, Failed, rank_main
 from zeropipe.errors import ConfigError, EngineError, require_positive_integers, short
 
-IMPORT_TIMEOUT_S = 120.0  # for the fork server to import what ranks need
+# for the fork server to import what ranks need: minutes after an installation, or from a network drive
+IMPORT_TIMEOUT_S = 600.0
 START_MARGIN_S = 20.0  # beyond the ranks' own time-out for their start, whose error says more
 # torch imports its compiler when the first optimizer is created
 PRELOAD = ("torch._dynamo", "zeropipe.engine.run.measure", "zeropipe.engine.stages.build")
