@@ -27,6 +27,7 @@ from zeropipe.engine.masters import MasterWeights
 from zeropipe.engine.mesh import cp_attention
 from zeropipe.engine.mesh.sharded_stage import ShardedStage
 from zeropipe.engine.step import executor_cache
+from zeropipe.engine.step.executor import Executor
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.engine.step.watchers import Watcher
 from zeropipe.train.config.read import validate
@@ -45,6 +46,7 @@ class Live(TorchDispatchMode):
     def __init__(self, on_result: Callable[[], None]) -> None:
         super().__init__()
         self._storages: dict[int, Any] = {}
+        self._first_sizes: dict[int, int] = {}
         self._on_result = on_result
         self.total = 0  # bytes, of the sizes that storages had at first
 
@@ -63,10 +65,14 @@ class Live(TorchDispatchMode):
 
         def remove(_: Any) -> None:
             self.total -= size
-            del self._storages[key]
+            del self._storages[key], self._first_sizes[key]
 
-        self._storages[key] = weakref.ref(storage, remove)
+        self._storages[key], self._first_sizes[key] = weakref.ref(storage, remove), size
         self.total += size
+
+    def total_with(self, sizes: dict[int, int]) -> int:
+        """The total with these sizes of storages, which operators may not have made or which may be resized."""
+        return self.total + sum(size - self._first_sizes.get(key, 0) for key, size in sizes.items())
 
     def sizes(self) -> dict[int, int]:
         """Storage -> bytes now."""
@@ -84,6 +90,7 @@ class Meter:
         self._units = [unit for sharded in _sharded_stages(engine) for unit in sharded.units]
         self._known = _sizes(buffer for stage in engine.stages.values() for buffer in stage.buffers()).keys()
         self._known |= {tensor.untyped_storage()._cdata for one in data for tensor in one.values()}
+        self._constant = dict.fromkeys(self._known, 0) | self._shards  # whenever operators read them first
         self._largest_total = 0  # of all live storages, at the peak
         self._peak: dict[str, float] | None = None  # of the action that runs, if that is the peak of the step
         self._most_gathered = self._most_gradients = 0
@@ -102,7 +109,7 @@ class Meter:
         return {"weights": sum(weights.values()), "gradients": sum(gradients.values()), "other": other}
 
     def run(self, call: Callable[[], None]) -> None:
-        """Run an action: of its peak, "activations" are what was there before it, or remains after it."""
+        """Run an action: of its peak, "activations" are what was there before it, or what of it remains."""
         before = self._at_rest()
         self._peak = {}
         call()
@@ -110,7 +117,7 @@ class Meter:
         kept = max(before, self._at_rest())
         if peak:
             other = peak.pop("other")
-            self.items = {**peak, "activations": kept, "workspace": max(0.0, other - kept)}
+            self.items = {**peak, "activations": min(kept, other), "workspace": max(0.0, other - kept)}
 
     def _at_rest(self) -> float:
         """The bytes of microbatches between two actions; the largest sizes of items are updated."""
@@ -131,12 +138,14 @@ class Meter:
     def _on_result(self) -> None:
         if self._peak is None:
             return
-        weights = sum(storage.nbytes() for unit in self._units for storage in fsdp_private.weight_storages(unit))
-        self._most_gathered = max(self._most_gathered, weights)
+        storages = (storage for unit in self._units for storage in fsdp_private.weight_storages(unit))
+        weights = {storage._cdata: storage.nbytes() for storage in storages}
+        self._most_gathered = max(self._most_gathered, sum(weights.values()))
         if self._rolls:
             self._most_gradients = max(self._most_gradients, self._count_gradients())
-        if self.live.total + weights > self._largest_total:
-            self._largest_total, self._peak = self.live.total + weights, self.measure()
+        total = self.live.total_with(self._constant | weights)
+        if total > self._largest_total:
+            self._largest_total, self._peak = total, self.measure()
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -161,14 +170,21 @@ class MeterActions(Watcher):
         pass
 
     def wrap(self, call: Any, actions: Sequence[Action], cells: Any) -> Any:
-        def measured() -> None:
-            meter = MeterActions.meter
-            if meter is None:
-                call()
-            else:
-                meter.run(call)
+        """One action; those of an Overlap are wrapped by `_run_each`."""
+        return call if len(actions) > 1 else partial(MeterActions._measure, call)
 
-        return measured
+    @staticmethod
+    def _measure(call: Callable[[], None]) -> None:
+        meter = MeterActions.meter
+        if meter is None:
+            call()
+        else:
+            meter.run(call)
+
+
+def _run_each(executor: Executor, calls: Sequence[Callable[[], None]], cells: Any) -> Callable[[], None]:
+    """In place of Executor._run_both: the halves of an Overlap one after the other, each measured by itself."""
+    return executor._streams.run_together([partial(MeterActions._measure, call) for call in calls], cells)
 
 
 class Measured(NamedTuple):
@@ -193,6 +209,7 @@ def measure_step(config: RunConfig) -> Measured:
     in_order = partial(Engine, recv_ahead=0)  # receives are posted as on NCCL: predictions are for GPUs
     with (
         mock.patch.object(executor_cache, "ProfilerLabels", MeterActions),
+        mock.patch.object(Executor, "_run_both", _run_each),
         mock.patch.object(setup, "Engine", in_order),
         mock.patch.object(cp_attention, "triangle_mask", _triangle),
         make_engine(config, position, stages) as engine,

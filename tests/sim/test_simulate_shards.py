@@ -8,7 +8,7 @@ import pytest
 
 import zeropipe as zp
 from zeropipe.core import explain, jit
-from zeropipe.core.action import Action, Kind, actions_of
+from zeropipe.core.action import Action, Kind, Overlap, actions_of
 from zeropipe.sim.fit import fit
 
 
@@ -89,6 +89,24 @@ def test_weights_and_gradients_are_memory_while_they_are_whole():
     assert during == [1011, 1111, 1111, 1111, 1111, 1111]
     regather = sim(shards="regather", full_weights=10, full_gradients=100, weights=1000, activation=1, units=4)
     assert regather.peak_memory == (1000 + 5 + 100 + 1,)  # two of four units
+
+
+@pytest.mark.parametrize("gradients", ["whole", "rolling"])
+def test_a_stage_that_waits_has_only_the_first_of_its_weights(gradients):
+    """Each F and B is followed by one of the other stage, which is gathered meanwhile."""
+    costs = {"shards": "regather", "activation": 0, "gathered_weights": 10, "gradients": gradients}
+    schedule = zp.build("interleaved", ranks=1, microbatches=1, stages_per_rank=2)
+    for sizes, before in (({"started_weights": 4}, 4), ({}, 10)):
+        memory = zp.simulate(schedule, zp.Costs(**costs, **sizes)).memory
+        assert list(memoryview(memory.during).cast("d")) == [10 + before, 10 + before, 10 + before, 10]
+
+
+def test_the_halves_of_an_overlap_share_what_is_gathered():
+    whole = zp.build("1f1b", ranks=1, microbatches=2)
+    f0, b0, f1, b1 = actions_of(whole.rows[0])
+    schedule = zp.Schedule.of(whole.problem, whole.placement, [[f0, Overlap(f1, b0), b1]], "overlapped")
+    costs = zp.Costs(shards="regather", activation=0, gathered_weights=10, started_weights=4)
+    assert list(memoryview(zp.simulate(schedule, costs).memory.during).cast("d")) == [10, 10, 10, 10]
 
 
 def test_what_an_i_computed_again_counts_beside_full_weights():

@@ -232,6 +232,7 @@ COSTS: dict[str, tuple[Any, str]] = {
     "reduce": (str, "Time to reduce a stage's gradients; full_gradients / shard_bandwidth by default."),
     "full_weights": (str, "Memory of gathered weights."),
     "gathered_weights": (str, "Memory of weights gathered at a time with regather; two units by default."),
+    "started_weights": (str, "Memory of weights gathered before their stage runs; gathered_weights by default."),
     "full_gradients": (str, "Memory of gradients until they are reduced."),
     "gradients": (
         click.Choice(GRADIENTS),

@@ -127,7 +127,8 @@ class Costs:
     has one link to those that share its stages: a gather occupies it for `unshard`, a reduction for `reduce`. The full
     weights are in memory from UNSHARD to RESHARD, the full gradients from the first gradient to the end of REDUCE_GRAD.
     A stage is gathered and reduced in `units` of equal size: F starts with the first of them, and within the last W
-    each is reduced when it is complete. With "regather", `gathered_weights` are in memory, of two units by default.
+    each is reduced when it is complete. With "regather", `gathered_weights` are in memory while it runs, of two
+    units by default, and before that `started_weights`, of the units whose gather starts at the UNSHARD.
     `gradients` are reduced as in `lower`. With "rolling", `rolling_gradients` are in memory while a B or W runs, and a
     rank computes no more gradients while more than two of its units are being reduced.
 
@@ -181,6 +182,11 @@ class Costs:
     full_weights: PerStage = _field("per stage", 0.0, "Memory of the gathered weights of a stage.")
     gathered_weights: PerStage | None = _field(
         "per stage", None, "Memory of the weights gathered at a time with regather; two units by default."
+    )
+    started_weights: PerStage | None = _field(
+        "per stage",
+        None,
+        "Memory of the weights that are gathered before their stage runs with regather; gathered_weights by default.",
     )
     full_gradients: PerStage = _field("per stage", 0.0, "Memory of the gradients of a stage until they are reduced.")
     gradients: str = _field(
@@ -335,7 +341,8 @@ class Costs:
             return [units * size for size in self.column("full_gradients", num_stages)]
         if name == "gathered_weights":
             return [min(2, self.units) / self.units * size for size in self.column("full_weights", num_stages)]
-        return self.column("workspace" if name == "i_workspace" else "activation", num_stages)  # stash, offload_size
+        others = {"i_workspace": "workspace", "started_weights": "gathered_weights"}
+        return self.column(others.get(name, "activation"), num_stages)  # stash, offload_size
 
     def with_reserved_workspace(self, placement: Placement) -> Costs:
         """The same costs with the largest workspace of each rank resident all the time.
@@ -400,7 +407,9 @@ PHASE_FIELDS = ("phases", "exchange_bandwidth", "sm_tax")
 SLICE_FIELDS = ("slice_sizes", "f_attention", "i_attention", "keys", "key_gradients")
 _ROUNDING = 1e-9  # of sums
 WORKSPACES = ("f_workspace", "workspace", "i_workspace")  # of the action that runs: stages on one rank share it
-SHARD_COLUMNS = ("unshard", "reduce", "full_weights", "gathered_weights", "full_gradients", "rolling_gradients")
+SHARD_COLUMNS = (
+    "unshard", "reduce", "full_weights", "gathered_weights", "started_weights", "full_gradients", "rolling_gradients",
+)  # fmt: skip
 OFFLOAD_COLUMNS = ("offload_time", "reload_time", "offload_size")
 SHARD_FIELDS = (*SHARD_COLUMNS, "gradients", "shard_bandwidth", "units")
 TIME_FIELDS = ("f", "i", "w", "b", "overlap")

@@ -470,8 +470,9 @@ class LayerCosts:
         """The fields of Costs for sharded stages, from the parameters of each and of its blocks.
 
         A gather or reduction moves all but a rank's own shard. While a stage runs with "regather", it has what is
-        outside of its `blocks`, one block, and the messages of this and of the next one. While a B or W runs with
-        rolling gradients, it has those of what is outside of the blocks, of one block, and of those being reduced.
+        outside of its `blocks`, one block, and the messages of this and of the next one; before that, the messages of
+        what is outside and of one block. While a B or W runs with rolling gradients, it has those of what is outside
+        of the blocks, of one block, and of those being reduced.
         """
         state = self.state
         bandwidths = [link.bandwidth * n / (n - 1) if link.bandwidth and n > 1 else None for n in shards]
@@ -487,6 +488,9 @@ class LayerCosts:
             "gathered_weights": [
                 size - sum(own) + min(3, 2 * len(own)) * max(own, default=0)
                 for size, own in zip(full, sizes, strict=True)
+            ],
+            "started_weights": [
+                size - sum(own) + max(own, default=0) for size, own in zip(full, sizes, strict=True)
             ],
             "full_gradients": [  # beside the shards of the sum; rolling ones are added to shards that are there
                 sum(size * (1 - 1 / n * (policy == "whole")) for size, n in zip(both, shards, strict=True))

@@ -349,7 +349,7 @@ def _run_sharding_action(
         state.first_unit[slot] = begin + shards.unshard[stage] / units
         state.last_unit[slot] = finish
         state.link_free[rank] = finish
-        memory += shards.gathered[stage]
+        memory += shards.started[stage]
     elif kind == RESHARD:
         memory -= shards.gathered[stage]
     else:
@@ -467,6 +467,8 @@ def _use_sharded_stages(
         if kind_of(codes[half]) != W:
             begin = max(begin, state.first_unit[slot])
             gathered = max(gathered, state.last_unit[slot])
+            if half == at or stage != stage_of(codes[at]) or kind_of(codes[at]) == W:  # the halves may share a gather
+                memory += shards.gathered[stage] - shards.started[stage]
         if kind_of(codes[half]) in (B, W) and shards.limit >= 0:
             begin = max(begin, state.has_room[rank])
     if state.pending_end[rank] <= begin:

@@ -53,7 +53,8 @@ class ShardTables(NamedTuple):
 
     unshard: Floats
     reduce: Floats
-    gathered: Floats  # memory of the weights that are gathered at a time
+    gathered: Floats  # memory of the weights that are gathered at a time, while a stage runs
+    started: Floats  # the same before it runs
     gradients: Floats  # memory of full gradients
     rolling: Floats  # the same while a B or W runs that is followed by a reduce; with rolling gradients
     limit: int  # stages of a rank with whole gradients between actions; -1 for any number
@@ -115,13 +116,15 @@ def phase_savings(costs: Costs, num_stages: int) -> tuple[list[int], list[float]
 def build_shard_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> ShardTables:
     """The tables of `schedule` under `costs` for its UNSHARD and REDUCE_GRAD."""
     columns = [costs.column(name, schedule.num_stages) for name in SHARD_COLUMNS]
-    unshard, reduce, weights, gathered, gradients, rolling = columns
+    unshard, reduce, weights, gathered, started, gradients, rolling = columns
+    regathers = costs.shards == "regather"
     limit = GradientPolicy.parse(costs.gradients).limit
     return ShardTables(
         unshard=xp.list_floats(unshard), reduce=xp.list_floats(reduce),
-        gathered=xp.list_floats(gathered if costs.shards == "regather" else weights),
+        gathered=xp.list_floats(gathered if regathers else weights),
+        started=xp.list_floats(started if regathers else weights),
         gradients=xp.list_floats(gradients), rolling=xp.list_floats(rolling), limit=-1 if limit is None else limit,
-        regathers=int(costs.shards == "regather"), first_rank=xp.list_ints(schedule.placement.copies[0]),
+        regathers=int(regathers), first_rank=xp.list_ints(schedule.placement.copies[0]),
         units=costs.units,
     )  # fmt: skip
 

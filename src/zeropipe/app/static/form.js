@@ -48,6 +48,7 @@ const GROUPS = [
     ["reduce", "Time to reduce its gradients", { hint: "size / bandwidth" }],
     ["full_weights", "Memory of gathered weights", {}],
     ["gathered_weights", "Memory of weights gathered at a time", {}],
+    ["started_weights", "Memory of weights gathered before a stage runs", {}],
     ["full_gradients", "Memory of full gradients", {}],
     ["shard_bandwidth", "Bandwidth", { hint: "no limit" }],
     ["units", "FSDP units of a stage", {}],
