@@ -298,10 +298,10 @@ def test_a_searched_schedule_is_offered_and_written(tmp_path, capsys):
         "qwen3-8b", gpus=4, batch=16, memory=160e9, pp=[4], tp=[1], microbatch_sizes=[1], ac=["none"], search_steps=300,
         workers=1,
     )  # fmt: skip
-    row = next(row for row in made.rows if row.searched_schedule is not None)
-    zp.check(row.searched_schedule)
+    row = next(row for row in made.rows if row.own_schedule is not None)
+    zp.check(row.own_schedule)
     assert row.memory.peak <= 152e9
-    named_even = min(even_row(made, row).step for row in made.rows if row.searched_schedule is None)
+    named_even = min(even_row(made, row).step for row in made.rows if row.own_schedule is None)
     assert named_even > 1.1 * row.step
     files = write_run(made, row, str(tmp_path / "run.toml"), "qwen3-8b")
     assert files == [str(tmp_path / "run.toml"), str(tmp_path / "run.schedule.json")]

@@ -99,6 +99,8 @@ class RowRequest(StrictModel):
     ac: Annotated[str, Field(max_length=40)]
     cut: Literal["even", "balanced"] = "balanced"
     shards: Literal["keep", "regather"] = "keep"
+    gradients: str = "whole"
+    slices: PositiveInt = 1
     layers: Annotated[list[int], Field(min_length=1, max_length=4096)]
 
 
@@ -153,7 +155,7 @@ def plan_call(request: PlanRequest, max_candidates: int, max_dots: int) -> tuple
             source, gpus=request.gpus, gpus_per_node=request.gpus_per_node, batch=request.batch,
             sequence=request.sequence, gpu=request.gpu, memory=_given_memory(request, source), compile=request.compile,
             dtype=request.dtype, reserve=request.reserve * 1e9, lora=request.lora, pp=request.pp, tp=request.tp,
-            ac=request.ac, search_seconds=0, max_candidates=max_candidates, workers=2,
+            ac=request.ac, offload=False, search_seconds=0, max_candidates=max_candidates, workers=2,
         )  # fmt: skip
         num_parameters = source.num_parameters if isinstance(source, LayerCosts) else source.num_parameters()[0]
     except ConfigError as error:
@@ -240,7 +242,7 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
                 cp=request.cp, shard_cp=request.shard_cp,
             ),
             request.schedule, request.stages_per_rank, request.microbatches, request.microbatch_size, request.ac,
-            request.cut, request.shards,
+            request.cut, request.shards, request.gradients, slices=request.slices,
         )  # fmt: skip
         schedule = candidate.build_schedule()
         run = simulate_candidate(context, candidate, schedule, request.layers)

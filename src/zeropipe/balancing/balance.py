@@ -194,11 +194,14 @@ def rank_table(placement: Placement, num_ranks: int) -> tuple[tuple[int, ...], l
 
 
 def peak_in_flight(schedule: Schedule) -> list[float]:
-    """The most microbatches of each stage in flight at once: from F to B, or to the last W."""
+    """The most microbatches of each stage in flight at once: from F to B, or to the last W.
+
+    A slice counts as its part of a microbatch.
+    """
     xp = arrays(schedule.num_actions)
     in_flight, peak = xp.full_floats(schedule.num_stages), xp.full_floats(schedule.num_stages)
     xp.call(in_flight_kernel, xp.ints(schedule.packed.codes), 1 / schedule.problem.num_weight_parts, in_flight, peak)
-    return list(map(float, peak))
+    return [float(count) / schedule.num_slices for count in peak]
 
 
 def in_flight_kernel(codes: Ints, part: float, in_flight: Floats, peak: Floats) -> None:

@@ -89,6 +89,10 @@ slices = option(
     "--slices", type=POSITIVE, group="Size", field="schedule.slices",
     help="Slices of the sequences of each microbatch, for schedules that have them, like seq1f1b.",
 )  # fmt: skip
+several_slices = option(
+    "--slices", type=INTEGERS, group="Size", field="schedule.slices",
+    help="Slices of the sequences of each microbatch to try, like 1,2,4.",
+)  # fmt: skip
 size = combine(ranks, microbatches, stages_per_rank, slices, schedule_options)
 
 # the model and how it runs

@@ -51,6 +51,7 @@ _ESTIMATE_ONLY = ("gpu", "sequence", "sample", "dtype", "compile", "efficiency")
 @opt.tp
 @opt.ep
 @opt.cp
+@opt.several_slices
 @opt.imbalance
 @opt.dispatch
 @opt.sequence_parallel
@@ -129,7 +130,7 @@ def _plan_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `zp.plan`."""
     names = (
         "gpus", "gpus_per_node", "memory", "reserve", "batch", "gpu", "compile", "lora", "tp", "ep", "cp",
-        "search_seconds", "search_steps", "sequence_parallel", "workers", "imbalance", "dispatch", "sample",
+        "slices", "search_seconds", "search_steps", "sequence_parallel", "workers", "imbalance", "dispatch", "sample",
     )  # fmt: skip
     return {
         **{name: values[name] for name in names},

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 NUM_MISFITS = 3
 EXPOSED = ", cp: parts of sequences, ep: experts divided; exposed: exchanges that no computation hides"
 REGATHER = ", rg: weights gathered for every microbatch"
+OFFLOAD = ", off: activations copied to the host"
 _FLAGS = {"pp": "--ranks", "microbatch_sizes": "--microbatch"}  # of arguments of zp.plan; others have their own names
 
 
@@ -34,15 +35,17 @@ def print_plan(made: Plan, num_rows: int) -> None:
     }
     exposed = [_exposed_text(row) for row in made.rows[:num_rows]]
     console.print(_create_table(cells, console, exposed if any(exposed) else None))
-    regathers = any(row.candidate.shards == "regather" for row in made.rows[:num_rows])
+    shown = [row.candidate for row in made.rows[:num_rows]]
+    marks = REGATHER * any(one.shards == "regather" for one in shown) + OFFLOAD * any(one.offload for one in shown)
     console.print(
-        f"mesh: pp x dp_shard x tp, sp: sequence parallelism{REGATHER if regathers else ''}"
+        f"mesh: pp x dp_shard x tp, sp: sequence parallelism{marks}"
         f"{EXPOSED if any(exposed) else ''}; *: no other is both "
         "faster and smaller; gap: to the lower bound of the pipeline",
         style="dim", soft_wrap=True,
     )  # fmt: skip
-    gradients = "" if best.candidate.gradients == "whole" else f", gradients {best.candidate.gradients}"
-    console.print(f"1: layers {format_counts(best.counts)} ({best.candidate.cut}){gradients}", soft_wrap=True)
+    console.print(
+        f"1: layers {format_counts(best.counts)} ({best.candidate.cut}){_more_text(made, best)}", soft_wrap=True
+    )
     console.print(f"   memory of the fullest rank: {_memory_text(best)}", soft_wrap=True)
     if len(made.rows) > 1:
         console.print(f"2: {made.why(made.rows[1])}", soft_wrap=True)
@@ -59,6 +62,18 @@ def print_plan(made: Plan, num_rows: int) -> None:
     _print_untried(made, console)
     left_out = f", {made.num_left_out:,} with more work left out" if made.num_left_out else ""
     output.print_note(f"{count_text(made.num_tried, 'candidate')} in {made.seconds:.0f} s{left_out}")
+
+
+def _more_text(made: Plan, row: PlanRow) -> str:
+    """What else a row does for its memory."""
+    candidate = row.candidate
+    gradients = "" if candidate.gradients == "whole" else f", gradients {candidate.gradients}"
+    slices = ""
+    if candidate.slices > 1:
+        sizes = made.context.slice_sizes(candidate, candidate.slices)
+        slices = f", slices of {', '.join(f'{size:,}' for size in sizes)} tokens"
+    copied = f", {gigabytes(row.host_memory)} of activations on the host" if candidate.offload else ""
+    return f"{gradients}{slices}{copied}"
 
 
 def _print_head(made: Plan, console: Console) -> None:
@@ -120,7 +135,8 @@ def _create_table(cells: dict[str, list[str]], console: Console, exposed: list[s
 def _cells(made: Plan, row: PlanRow) -> list[str]:
     candidate, mfu = row.candidate, made.mfu(row)
     return [
-        _mesh_text(candidate.layout) + " rg" * (candidate.shards == "regather"), candidate.title,
+        _mesh_text(candidate.layout) + " rg" * (candidate.shards == "regather") + " off" * candidate.offload,
+        candidate.title,
         f"{candidate.num_microbatches}x{candidate.microbatch_size}", candidate.ac, output.time_text(row.step, "s"),
         f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.idle_fraction),
         gigabytes(row.memory.peak), "" if row.gap is None else f"{row.gap:.1%}",

@@ -42,6 +42,7 @@ PREPARING = "loading kernels: after an installation they are compiled once, for 
 @opt.ranks
 @opt.microbatches
 @opt.stages_per_rank
+@opt.several_slices
 @opt.costs
 def search(out: str | None, as_json: bool, **values: Any) -> None:
     """Search for the fastest schedule that fits, and print its gap to the proven lower bound.
@@ -51,6 +52,7 @@ def search(out: str | None, as_json: bool, **values: Any) -> None:
     \b
     zeropipe search -p 8 -m 32 --costs c.json --memory-limit 40GB -o found.json
     zeropipe search -p 8 -m 32 -v 2 --w 0.7 --p2p 0.1 --memory-limit 8
+    zeropipe search -p 4 -m 8 --slices 1,2,4
 
     -o writes .json (schedule and times, for all commands), .csv, or a picture: .html, .svg, .png, .pdf.
     """
@@ -61,6 +63,7 @@ def search(out: str | None, as_json: bool, **values: Any) -> None:
 
     if out:
         _require_writable(out)
+    slices = values.pop("slices")
     request = create_request([], values)
     for name in ("ranks", "microbatches"):
         if not getattr(request, name):
@@ -77,7 +80,7 @@ def search(out: str | None, as_json: bool, **values: Any) -> None:
     with _show_progress(costs.unit) as progress:
         found = search_schedule(
             ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, costs=costs,
-            weight_parts=request.weight_parts or 1, progress=progress, rank_limits=limits,
+            weight_parts=request.weight_parts or 1, slices=slices or [1], progress=progress, rank_limits=limits,
             seconds=values["search_seconds"], steps=values["search_steps"],
             **{name: values[name] for name in ("placement", "objective", "seed", "workers")},
         )  # fmt: skip
@@ -130,6 +133,7 @@ def _found_data(found: SearchResult) -> dict[str, Any]:
         "searched": found.searched,
         "seconds": found.seconds,
         "interrupted": found.interrupted,
+        "slices": found.schedule.num_slices,
         "named": None if found.registered is None else found.registered.schedule.name,
         "named_value": None if found.registered is None else found.value_of(found.registered),
     }

@@ -47,6 +47,8 @@ def decoder_layer(shape: Shape, layer: Layer, sizes: Sizes) -> list[Op]:
         ops = attention(shape, layer, sizes)
     mlp = _experts(shape, sizes) if layer.has_experts else _mlp(shape, shape.intermediate, sizes)
     outside, size = sizes.outside, shape.hidden
+    if shape.experts is not None or shape.is_multimodal:  # routers' losses are of whole sequences
+        ops = [replace(op, keys=0.0, repeated=0.0) for op in ops]
     before_attention = _gather_tokens(size, sizes, shape.family.attention == "sharded" and shape.latent is None)
     before_mlp = _gather_tokens(size, sizes, shape.family.mlp == "sharded" and not layer.has_experts)
     more_norms = [norm(size, outside, compiled=0) for _ in range(shape.family.norms - 2)]
@@ -273,11 +275,15 @@ def _attention_kernel(
         repeated += all_tokens * (heads * (qk + v)) * sizes.element
     if sizes.dense_mask:  # each layer converts it to the dtype of the queries
         repeated += _mask_rows(heads, sizes) * s * sizes.element
+    sliceable = sizes.cp == 1 and not (sizes.sequence_parallel or sizes.sample or is_masked)
+    own_keys = sizes.tokens * keys * sizes.element
+    all_keys = sizes.tokens * heads * (qk + v) * sizes.element
     kept = inputs + out + sums + repeated
     moved = inputs + out + 2 * repeated
     return Op(
         "attention", each * (s if is_masked else pairs), each * pairs, attention=True, kept=(kept, kept),
-        kept_op=out + sums, moved=(moved, moved), gradient=2.0 * out,
+        kept_op=out + sums, moved=(moved, moved), gradient=2.0 * out, keys=own_keys * sliceable,
+        repeated=all_keys * (sliceable and all_keys > own_keys),
     )  # fmt: skip
 
 

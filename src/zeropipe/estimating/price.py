@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.model.operators import Op
@@ -96,6 +97,7 @@ def price_layer(
         max(weights, pricing.gpu.efficiency.launch if is_block and weights else 0.0),
     )  # fmt: skip
     parts = sum(op.exchanged for op in ops)
+    attention = _price_attention(ops, pricing, checkpointing)
     return LayerCost(
         f=times.f, i=times.i, w=times.w, f_exchange=parts,
         i_exchange=parts * (1 if checkpointing.mode == "none" else 2),  # checkpointing exchanges once more
@@ -104,8 +106,20 @@ def price_layer(
         message=message if is_block else 0.0, parameters=sum(op.parameters for op in ops), trained=_count_trained(ops),
         flops=sum(map(_useful, ops)), frozen_flops=sum(_useful(op) for op in ops if op.trained == 0),
         phases=_divide_phases(ops, pricing, checkpointing, times, exchanged) if exchanged else None,
-        experts=sum(op.divided for op in ops) if exchanged else 0,
+        experts=sum(op.divided for op in ops) if exchanged else 0, **attention,
     )  # fmt: skip
+
+
+def _price_attention(ops: Sequence[Op], pricing: Pricing, checkpointing: Checkpointing) -> dict[str, Any]:
+    """The fields of slices of sequences, which are estimated with full checkpointing and without compilation."""
+    if pricing.compile or checkpointing.mode != "full":
+        return {}
+    attending = [op for op in ops if op.keys]
+    forward = sum(map(pricing.product_seconds, attending))
+    return {
+        "f_attention": forward, "i_attention": sum(map(pricing.i_seconds, attending)) + forward,
+        "keys": sum(op.keys for op in attending), "repeated_keys": max((op.repeated for op in attending), default=0.0),
+    }  # fmt: skip
 
 
 def _divide_phases(

@@ -6,6 +6,8 @@ layouts     the layouts of GPUs: pipeline x sharded data x tensor parallelism
 candidates  what to try: every layout, microbatch size and checkpointing mode, with every schedule and cut
 runs        the layouts and microbatches of a task
 rolling     the candidates among them with rolling gradients
+slicing     candidates with slices of sequences
+offloading  candidates that copy activations to the host
 context     what all candidates of a plan share: costs of layers, memory limit, machine size
 score       one candidate simulated: the seconds of a step and the memory of a rank, by purpose
 pool        groups of candidates scored, in worker processes if there are many

@@ -91,10 +91,14 @@ def least_memory(context: PlanContext, run: Run) -> float:
     return lower_bounds(context, run)[1] - _regathered_bytes(context, run)
 
 
-def lower_bounds(context: PlanContext, run: Run, rolling: bool = False) -> tuple[float, float]:
+def lower_bounds(
+    context: PlanContext, run: Run, rolling: bool = False, slices: int = 1, offload: bool = False
+) -> tuple[float, float]:
     """Lower bounds of a run's seconds and bytes: all work, and weights and one microbatch, divided evenly by ranks.
 
-    Weights are gathered once per step. With `rolling` gradients those of sharded stages are not whole.
+    Weights are gathered once per step. With `rolling` gradients those of sharded stages are not whole. A rank waits for
+    the first of `slices` only, and the first backward of a stage needs the activations of all slices. With `offload` a
+    rank has those of one of its stages at least.
     """
     costs, kinds, pp = context.costs, context.setting(run).kinds, run.layout.pp
     layers = [*context.decoder_layers(run), *(kinds[kind] for kind in (*costs.before, *costs.after))]
@@ -114,8 +118,18 @@ def lower_bounds(context: PlanContext, run: Run, rolling: bool = False) -> tuple
     if rolling:
         whole = held.trained * (1 - 1 / shards.rest) + held.experts * (1 - 1 / shards.experts)
         least_state -= whole * state.gradients
+    if slices > 1:
+        forward = _first_slice_seconds(context, run, layers, slices)
+    if offload:
+        least_activations /= MAX_STAGES_PER_RANK
     needs = (least_state + least_activations) / pp
     return (run.num_microbatches * work + (pp - 1) * forward / pp) / pp, needs
+
+
+def _first_slice_seconds(context: PlanContext, run: Run, layers: Sequence[LayerCost], slices: int) -> float:
+    """Seconds of F of the first slice, whose tokens attend to each other only."""
+    share = context.slice_shares(run, slices)[0]
+    return sum(share * (layer.f - layer.f_attention) + share**2 * layer.f_attention for layer in layers)
 
 
 def _regathered_bytes(context: PlanContext, run: Run) -> float:
@@ -188,7 +202,8 @@ def _list_cuts(num_stages: int, num_layers: int) -> Iterator[str]:
 def group_by_schedule(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
     """Group candidates that run the same schedule."""
 
-    def key(candidate: Candidate) -> tuple[str, int, int, int]:
-        return candidate.schedule, candidate.stages_per_rank, candidate.layout.pp, candidate.num_microbatches
+    def key(candidate: Candidate) -> tuple[str, int, int, int, int]:
+        sizes = candidate.layout.pp, candidate.num_microbatches, candidate.slices
+        return candidate.schedule, candidate.stages_per_rank, *sizes
 
     return [list(group) for _, group in groupby(sorted(dict.fromkeys(candidates), key=key), key)]

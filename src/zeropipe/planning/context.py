@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import isfinite
 
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
+from zeropipe.core.slices import balanced_shares, parse_shares, token_bounds
 from zeropipe.planning.rows import Candidate, Run
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCost, LayerCosts, Setting
@@ -53,6 +55,16 @@ class PlanContext:
         """The costs of each decoder layer."""
         return self.costs.layer_list(self.setting(run), run.ac)
 
+    def slice_sizes(self, run: Candidate | Run, slices: int) -> list[int]:
+        """The tokens of each slice: attention of later ones takes longer, so they are shorter."""
+        shares = balanced_shares(slices, min(1.0, self.costs.attention_share(self.setting(run))))
+        return [end - begin for begin, end in pairwise(token_bounds(self.costs.sequence, shares))]
+
+    def slice_shares(self, run: Candidate | Run, slices: int) -> tuple[float, ...]:
+        """The shares of slices in the tokens of a sequence."""
+        given = run.slice_sizes if isinstance(run, Candidate) else None
+        return parse_shares(self.slice_sizes(run, slices) if given is None else given, slices)
+
     def stage_costs(
         self, candidate: Candidate, counts: Sequence[int], placement: Placement, *, gathers: bool = True
     ) -> Costs:
@@ -64,9 +76,17 @@ class PlanContext:
             shard_link=layout.shard_link(self.costs, self.gpus_per_node),
             node_size=layout.node_size(self.gpus_per_node),
             memory_limit=self.memory_limit if isfinite(self.memory_limit) else None, turns=candidate.turns,
+            slice_shares=() if candidate.slices == 1 else self.slice_shares(candidate, candidate.slices),
         )  # fmt: skip
+        if not self.has_host_link:
+            return costs
+        return replace(costs, offload_bandwidth=float(self.costs.machine["host_bandwidth"]))
+
+    @property
+    def has_host_link(self) -> bool:
+        """Whether the costs have the speed of copies to and from the host."""
         host = self.costs.machine.get("host_bandwidth")
-        return replace(costs, offload_bandwidth=float(host)) if isinstance(host, (int, float)) and host > 0 else costs
+        return isinstance(host, (int, float)) and host > 0
 
 
 def _optimizer_bandwidth(costs: LayerCosts) -> float | None:

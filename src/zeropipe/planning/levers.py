@@ -39,6 +39,10 @@ def _levers_of(row: PlanRow) -> Iterator[tuple[str, Callable[[Candidate | Run], 
         yield "sequence parallelism", lambda other: not other.layout.sequence_parallel
     if run.ac != "none":
         yield f"ac {run.ac}", lambda other: other.ac != run.ac and other.ac in ("none", "selective:op")
+    if row.candidate.slices > 1:
+        yield f"slices={row.candidate.slices}", lambda other: getattr(other, "slices", 1) == 1
+    if row.candidate.offload:
+        yield "offload", lambda other: not getattr(other, "offload", False)
     if row.candidate.gradients != "whole":
         yield f"gradients {row.candidate.gradients}", lambda other: getattr(other, "gradients", "whole") == "whole"
 

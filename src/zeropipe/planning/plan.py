@@ -23,12 +23,14 @@ from zeropipe.planning.candidates import (
 from zeropipe.planning.closest import find_closest
 from zeropipe.planning.context import RESERVE, PlanContext
 from zeropipe.planning.layouts import max_stages
+from zeropipe.planning.offloading import offloaded_candidates
 from zeropipe.planning.pool import score_groups
 from zeropipe.planning.refine import add_gaps, search_best_runs
 from zeropipe.planning.result import Plan
 from zeropipe.planning.rolling import rolling_candidates
 from zeropipe.planning.rows import Candidate, PlanRow, Run
 from zeropipe.planning.runs import list_task_runs
+from zeropipe.planning.slicing import sliced_candidates
 from zeropipe.planning.task import PlanTask, default_batch
 from zeropipe.planning.untried import list_untried
 from zeropipe.schedules.registry import entries
@@ -57,12 +59,14 @@ def plan(
     tp: int | Sequence[int] | None = None,
     ep: int | Sequence[int] | None = None,
     cp: int | Sequence[int] | None = None,
+    slices: int | Sequence[int] | None = None,
     imbalance: float = 1.0,
     dispatch: str = "expert",
     sequence_parallel: bool | None = None,
     microbatch_sizes: int | Sequence[int] | None = None,
     ac: str | Sequence[str] | None = None,
     schedules: str | Sequence[str] | None = None,
+    offload: bool = True,
     search_seconds: float = 10.0,
     search_steps: int | None = None,
     sample: int | None = None,
@@ -81,9 +85,10 @@ def plan(
     `zp.estimate`. `cp` divides every sequence over so many GPUs. The default is to try all pipeline, expert-parallel
     and tensor-parallel sizes, without and with sequence parallelism where the model allows it, microbatches of 1, 2 and
     4 sequences, ac `none`, `selective:op` and `full` (or the settings of LayerCosts), and all built-in schedules; from
-    32,768 tokens also each power of two for `cp` that leaves a GPU 8,192 tokens of a sequence. Then `zp.search` runs
-    for the best rows, for `search_seconds` in all or with `search_steps` each. At most `max_candidates` are simulated,
-    those with the least work. `progress` gets a description and the completed fraction.
+    32,768 tokens also each power of two for `cp` that leaves a GPU 8,192 tokens of a sequence, and of up to 16 `slices`
+    with 4,096 tokens on average. Where memory is short, activations are copied to the host (`offload`). Then
+    `zp.search` runs for the best rows, for `search_seconds` in all or with `search_steps` each. At most
+    `max_candidates` are simulated, those with the least work. `progress` gets a description and the completed fraction.
     """
     begin, report = monotonic(), progress or (lambda text, fraction: None)
     require_callbacks(progress, workers)
@@ -100,8 +105,8 @@ def plan(
     task = PlanTask.create(
         model, sequence, gpus=gpus, batch=batch, gpus_per_node=gpus_per_node, memory=memory, reserve=reserve, gpu=gpu,
         dtype=dtype, compile=compile, efficiency=efficiency, lora=lora, sample=sample, pp=pp, tp=tp, ep=ep, cp=cp,
-        imbalance=imbalance, dispatch=dispatch, sequence_parallel=sequence_parallel, microbatch_sizes=microbatch_sizes,
-        ac=ac, schedules=schedules,
+        slices=slices, imbalance=imbalance, dispatch=dispatch, sequence_parallel=sequence_parallel,
+        microbatch_sizes=microbatch_sizes, ac=ac, schedules=schedules,
     )  # fmt: skip
     context, space = task.open()
     every = list_task_runs(task, context, space)
@@ -109,7 +114,12 @@ def plan(
     candidates = _list_candidates(context, runs, task.schedules)
     rows = _score(context, candidates[:max_candidates], workers, lambda done: report("trying schedules", 0.7 * done))
     rolling = rolling_candidates(context, rows, oversized, list_variants(task.schedules, context.costs.has_overlaps))
-    rows += _score(context, rolling, workers, lambda done: report("rolling gradients", 0.7 + 0.1 * done))
+    rows += _score(context, rolling, workers, lambda done: report("rolling gradients", 0.7 + 0.05 * done))
+    sliced = sliced_candidates(context, rows, runs, space.slices, task.schedules)
+    rows += _score(context, sliced, workers, lambda done: report("slices", 0.75 + 0.03 * done))
+    variants = list_variants(task.schedules, context.costs.has_overlaps)
+    offloaded = offloaded_candidates(context, rows, oversized, variants) if offload else []
+    rows += _score(context, offloaded, workers, lambda done: report("offload", 0.78 + 0.02 * done))
     num_tried = len({row.candidate for row in rows})
     searches = search_seconds > 0 and schedules is None
     if searches:

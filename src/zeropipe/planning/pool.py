@@ -78,7 +78,12 @@ def _score_cuts(context: PlanContext, candidate: Candidate, schedule: Schedule, 
     """The rows of a candidate's cuts, up to the first that fits."""
     rows: list[PlanRow] = []
     for counts in _list_cuts(context, candidate, schedule, live):
-        rows.append(score_candidate(context, candidate, schedule, counts))
+        try:
+            rows.append(score_candidate(context, candidate, schedule, counts))
+        except ConfigError:
+            if not candidate.offload:
+                raise
+            continue  # too large with all activations offloaded that can be
         if rows[-1].fits:
             break
     return rows

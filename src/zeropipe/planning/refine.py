@@ -14,6 +14,7 @@ from zeropipe.planning.rows import Candidate, PlanRow
 from zeropipe.planning.score import score_candidate
 from zeropipe.schedules.registry import build
 from zeropipe.searching.bounds.lower_bound import lower_bound
+from zeropipe.searching.bounds.slice_bound import slice_bound
 from zeropipe.searching.driver import relative_gap
 from zeropipe.searching.search import search
 from zeropipe.searching.task import SearchTask
@@ -32,9 +33,12 @@ def _compute_gap(context: PlanContext, row: PlanRow) -> float | None:
         return None  # bounds are for one copy of the model
     context = context.for_schedule(schedule)
     costs = context.stage_costs(row.candidate, row.counts, schedule.placement, gathers=False)
-    if row.candidate.layout.num_shards > 1:  # full weights are not resident all the time, so more fits
+    if row.candidate.layout.num_shards > 1 or row.candidate.offload:  # not everything is there all the time
         costs = replace(costs, memory_limit=None)
-    bound = lower_bound(SearchTask(schedule.problem, schedule.placement, costs, minimizes_span=False))
+    if schedule.num_slices > 1:
+        bound = slice_bound(schedule, costs)
+    else:
+        bound = lower_bound(SearchTask(schedule.problem, schedule.placement, costs, minimizes_span=False))
     return relative_gap(row.makespan - row.seconds.data, bound)
 
 
@@ -83,7 +87,7 @@ def _search_candidate(
     if found.registered is not None and found.value >= found.value_of(found.registered) * (1 - 1e-9):
         return None, found.interrupted  # a registered schedule is as good, and a candidate already
     row = score_candidate(context, candidate, found.schedule, counts)
-    return replace(row, searched_schedule=found.schedule), found.interrupted
+    return replace(row, own_schedule=found.schedule), found.interrupted
 
 
 def _balance(context: PlanContext, candidate: Candidate) -> tuple[int, ...] | None:

@@ -33,6 +33,9 @@ class Candidate:
     shards: str = "keep"  # how sharded weights are gathered; plans keep them
     gradients: str = "whole"  # when gradients of sharded stages are reduced
     turns: bool = True  # F and B of an Overlap take turns at exchanges of experts
+    slices: int = 1  # of each sequence
+    slice_sizes: tuple[float, ...] | None = None  # None: so that slices take equal time
+    offload: bool = False  # as few activations as keep the memory limit are copied to the host
 
     @property
     def run(self) -> Run:
@@ -43,21 +46,22 @@ class Candidate:
         """The schedule as a command accepts it; without `:v=1` if that is its default."""
         number = self.stages_per_rank
         default = next((entry.stages_per_rank[0] for entry in entries() if entry.name == self.schedule), 1)
-        return self.schedule if number == default == 1 else f"{self.schedule}:v={number}"
+        title = self.schedule if number == default == 1 else f"{self.schedule}:v={number}"
+        return title if self.slices == 1 else f"{title}:slices={self.slices}"
 
     def __str__(self) -> str:
         return (
             f"{self.layout}, {self.title}, {self.num_microbatches} microbatches of "
             f"{self.microbatch_size}, ac {self.ac}, {self.cut} layers"
             f"{', regather' if self.shards == 'regather' else ''}"
-            f"{'' if self.gradients == 'whole' else f', gradients {self.gradients}'}"
+            f"{'' if self.gradients == 'whole' else f', gradients {self.gradients}'}{', offload' * self.offload}"
         )
 
     def build_schedule(self) -> Schedule:
         """Build the registered schedule; ConfigError if it does not take these sizes."""
         return build(
             self.schedule, ranks=self.layout.pp, microbatches=self.num_microbatches,
-            stages_per_rank=self.stages_per_rank,
+            stages_per_rank=self.stages_per_rank, **({"slices": self.slices} if self.slices > 1 else {}),
         )  # fmt: skip
 
 
@@ -108,7 +112,8 @@ class PlanRow:
     idle_fraction: float
     bubble: float  # the Zero Bubble paper's rate
     gap: float | None = None  # of the makespan to the lower bound of its placement and costs
-    searched_schedule: Schedule | None = None
+    own_schedule: Schedule | None = None  # a searched one, or one with copies to the host: no name builds it
+    host_memory: float = 0.0  # bytes of activations that a rank has on its host
 
     @property
     def step(self) -> float:
@@ -126,5 +131,5 @@ class PlanRow:
 
     @property
     def schedule(self) -> Schedule:
-        """The searched schedule, or the registered one, built now."""
-        return self.searched_schedule or self.candidate.build_schedule()
+        """The schedule of its own, or the registered one, built now."""
+        return self.own_schedule or self.candidate.build_schedule()

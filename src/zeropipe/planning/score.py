@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zeropipe.core.action import B, F, I, Kind, W
-from zeropipe.core.packed import is_joined, kind_of, stage_of
+from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
@@ -15,7 +15,9 @@ from zeropipe.planning.context import PlanContext
 from zeropipe.planning.rows import Candidate, PlanRow, RankMemory, StepSeconds
 from zeropipe.sim.costs import WORKSPACES, Costs
 from zeropipe.sim.layer_costs import Held, LayerCost, Shards
+from zeropipe.sim.offload import with_offload
 from zeropipe.sim.simulate import simulate
+from zeropipe.sim.slice_costs import SliceCosts
 
 OPTIMIZER_TRAFFIC = 2.0  # bytes that an optimizer step moves per byte of a parameter's state: read and written
 
@@ -48,8 +50,10 @@ class Simulation:
 def simulate_candidate(
     context: PlanContext, candidate: Candidate, schedule: Schedule, counts: Sequence[int]
 ) -> Simulation:
-    """Simulate one candidate."""
+    """Simulate one candidate; ConfigError if it does not fit with all activations offloaded that can be."""
     context = context.for_schedule(schedule)
+    if candidate.offload:
+        schedule = with_offload(schedule, context.stage_costs(candidate, counts, schedule.placement), "fit")
     resident_costs = context.stage_costs(candidate, counts, schedule.placement, gathers=False)
     pipeline = timeline = simulate(schedule, resident_costs)
     costs = None
@@ -81,6 +85,7 @@ def create_row(context: PlanContext, run: Simulation) -> PlanRow:
     return PlanRow(
         run.candidate, run.counts, _attribute_seconds(context, run), attribute_memory(context, run, fullest),
         context.memory_limit, timeline.makespan, timeline.idle_fraction, timeline.bubble,
+        own_schedule=timeline.schedule if run.candidate.offload else None, host_memory=max(timeline.peak_host_memory),
     )  # fmt: skip
 
 
@@ -185,7 +190,8 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMe
     if is_joined(step[0]):  # an Overlap is at its peak as a whole
         at += 1
         step.append(packed.row(rank)[at])
-    workspace = sum(_workspace(run.resident_costs, num_stages, code) for code in step)
+    sliced = SliceCosts.of(run.timeline.schedule, run.resident_costs)
+    workspace = sum(_workspace(sliced, code) for code in step)
     activations = resident_levels[at] - constant - workspace
     optimizer = state.optimizer_bytes(held, shards)
     gradients = state.sum_bytes(held, shards)
@@ -195,12 +201,11 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMe
     return RankMemory(weights, gradients, optimizer, activations, workspace)
 
 
-def _workspace(costs: Costs, num_stages: int, code: int) -> float:
+def _workspace(sliced: SliceCosts, code: int) -> float:
     """The memory that an action needs while it runs, and neither before nor after."""
-    kind, stage = kind_of(code), stage_of(code)
-    forward, workspace, i_workspace, stash, activation = (
-        costs.column(name, num_stages)[stage] for name in (*WORKSPACES, "stash", "activation")
-    )
+    kind, row = kind_of(code), microbatch_of(code) % len(sliced.shares) * sliced.num_stages + stage_of(code)
+    columns = [sliced.rows(name) for name in (*WORKSPACES, "stash", "activation")]
+    forward, workspace, i_workspace, stash, activation = (float(column[row]) for column in columns)
     return {F: forward, B: workspace, I: max(0.0, i_workspace - max(0.0, stash - activation))}.get(kind, 0.0)
 
 

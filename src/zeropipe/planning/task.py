@@ -14,6 +14,7 @@ from zeropipe.estimating.gpus import find_gpu
 from zeropipe.estimating.model import Model, ShapedModel, open_model
 from zeropipe.estimating.shapes import read_config
 from zeropipe.planning.context import RESERVE, PlanContext
+from zeropipe.planning.slicing import default_slices
 from zeropipe.sim.layer_costs import LayerCosts
 
 DEFAULT_MODES = ("none", "selective:op", "full")
@@ -33,6 +34,7 @@ class SearchSpace(NamedTuple):
     ac: list[str]
     ep: list[int]
     cp: list[int]
+    slices: list[int]
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class PlanTask:
     tp: list[int] | None = None
     ep: list[int] | None = None
     cp: list[int] | None = None
+    slices: list[int] | None = None
     imbalance: float = 1.0
     dispatch: str = "expert"
     sequence_parallel: bool | None = None
@@ -69,7 +72,7 @@ class PlanTask:
     ) -> PlanTask:
         """Check the arguments; those of several values may be single ones."""
         require_positive_integers(**{name: values[name] for name in ("gpus", "batch", "gpus_per_node")})
-        for name in ("pp", "tp", "ep", "cp", "microbatch_sizes"):
+        for name in ("pp", "tp", "ep", "cp", "slices", "microbatch_sizes"):
             values[name] = _parse_integers(name, values.get(name))
         for name in ("ac", "schedules"):
             values[name] = _parse_names(name, values[name])
@@ -104,12 +107,25 @@ class PlanTask:
                 self.ac or list(DEFAULT_MODES),
                 self.ep or _default_ep_sizes(self.model, self.gpus, self.lora),
                 self.cp or _default_cp_sizes(self.model, self.gpus, self.sequence),
+                self.slices or default_slices(self.sequence, LONG_SEQUENCE),
             )
             costs = self._estimate(self.model, space)
             memory = find_gpu(self.gpu).memory if self.memory is None else self.memory
+        self._require_slices(costs)
         modes = ("keep", "regather") if costs.sequence >= LONG_SEQUENCE else ("keep",)
         limit = _usable_memory(costs, memory, self.reserve)
         return PlanContext.create(costs, self.gpus_per_node, limit, modes), space
+
+    def _require_slices(self, costs: LayerCosts) -> None:
+        """ConfigError for a number of slices that the costs are not known for."""
+        wanted = [number for number in self.slices or () if number > 1]
+        if wanted and not costs.can_slice:
+            raise ConfigError(
+                f"slices={wanted[0]}: {costs.model} has no costs of slices: they are estimated for dense text models "
+                "without windows, with ac full, and without compile, sample, cp and sequence parallelism; leave it out"
+            )
+        if wanted and max(wanted) > costs.sequence:
+            raise ConfigError(f"slices={max(wanted)}: a sequence of {costs.sequence} tokens is too short; use fewer")
 
     def _estimate(self, model: ShapedModel | CountedModel, space: SearchSpace) -> LayerCosts:
         return estimate(
@@ -146,6 +162,7 @@ class PlanTask:
             self.ac or list(dict.fromkeys(setting.ac for setting in costs.settings)),
             self.ep or sorted({setting.ep for setting in costs.settings}),
             self.cp or sorted({setting.cp for setting in costs.settings}),
+            self.slices or default_slices(costs.sequence, LONG_SEQUENCE),
         )
 
 

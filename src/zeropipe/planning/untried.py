@@ -46,6 +46,8 @@ def _list_parallelism(context: PlanContext, runs: Sequence[Run]) -> Iterator[tup
         if "regather" not in context.shard_modes:
             yield "regather", 'engine.shards = "regather" in the training file: less memory, more gathers'
         yield "offload", "engine.offload = true in the training file: optimizer state in CPU memory"
+    if costs.sequence >= LONG_SEQUENCE and not costs.can_slice:
+        yield "slices", "costs of slices are estimated for dense text models without compile: docs/long-sequences.md"
 
 
 def _list_training(task: PlanTask) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""A row of a plan as a training file; a searched schedule is a file beside it."""
+"""A row of a plan as a training file; a schedule that has no name is a file beside it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ DATA = "--data.path FILES, or random tokens are used"
 
 
 def write_run(plan: Plan, row: PlanRow, path: str, model: str, costs: str | None = None) -> list[str]:
-    """Write `path`, and for a searched schedule a .json beside it; returns the paths of the files.
+    """Write `path`, and beside it a .json of a schedule that has no name; returns the paths of the files.
 
     `costs` is the source of the plan's costs: a file, or the name of a GPU.
     """
     schedule, written = schedule_table(row), [path]
-    if row.searched_schedule is not None:
+    if row.own_schedule is not None:
         file = Path(path).with_suffix(".schedule.json")
         require_writable(path)
-        write_whole(file, to_json(row.searched_schedule))
+        write_whole(file, to_json(row.own_schedule))
         schedule = {"name": file.name}
         written.append(str(file))
     text = format_run(
@@ -57,6 +57,8 @@ def format_run(
     """
     candidate, layer_costs = row.candidate, plan.context.costs
     schedule = {**schedule, "layers": list(row.counts)}
+    if candidate.slices > 1:
+        schedule |= {"slices": candidate.slices, "slice_sizes": plan.context.slice_sizes(candidate, candidate.slices)}
     if costs is not None:
         schedule["costs"] = costs
     if plan.context.gpus_per_node != GPUS_PER_NODE:

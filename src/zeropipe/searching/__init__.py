@@ -8,5 +8,6 @@
 - `local_search`, `local_search_kernel`: simulated annealing over rows and over dispatch rules.
 - `bounds`: proven lower bounds.
 - `solver`: CP-SAT on small tasks.
+- `sliced`: schedules with slices of sequences, by lags of each rank.
 - `warm_kernels`: compile or load the kernels.
 """

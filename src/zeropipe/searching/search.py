@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
+from time import monotonic
 from typing import Literal, get_args
 
-from zeropipe.core.action import MAX_STAGES
+from zeropipe.core.action import MAX_SLICES, MAX_STAGES
 from zeropipe.core.placement import MAX_WEIGHT_PARTS, PLACEMENTS, Placement, PlacementRule, Problem, linear
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import count_text
 from zeropipe.core.workers import count_cores
 from zeropipe.errors import ConfigError, require_positive_integers, short
-from zeropipe.searching.driver import Progress, SearchDriver, relative_gap, timeline_value
+from zeropipe.searching.driver import TICK_SECONDS, Progress, SearchDriver, relative_gap, timeline_value
+from zeropipe.searching.sliced import SlicedTask, search_sliced
 from zeropipe.searching.task import SearchTask
 from zeropipe.searching.warm_kernels import warm_kernels
 from zeropipe.sim.costs import Costs, require_stage_costs
@@ -37,6 +39,7 @@ class SearchResult:
     interrupted: bool = False
     registered: Timeline | None = None  # the best built-in or registered schedule that fits
     placements: tuple[str, ...] = ()  # the names of those that were searched
+    slices: tuple[int, ...] = (1,)  # the numbers of slices that were searched
 
     @property
     def value(self) -> float:
@@ -57,7 +60,8 @@ class SearchResult:
         """The schedules that were searched: a gap of 0 proves that none of them is better."""
         number = self.schedule.problem.stages_per_rank
         placed = f" in a {' or '.join(self.placements)}" if number > 1 else ""
-        return f"schedules with {count_text(number, 'stage')} per rank{placed} and one copy of the model"
+        sliced = "" if self.slices == (1,) else f", {' or '.join(map(str, self.slices))} slices"
+        return f"schedules with {count_text(number, 'stage')} per rank{placed}{sliced} and one copy of the model"
 
     @property
     def named(self) -> Timeline | None:
@@ -77,6 +81,7 @@ def search(
     stages_per_rank: int = 1,
     placement: PlacementRule | str | None = None,
     weight_parts: int = 1,
+    slices: int | Sequence[int] = 1,
     rank_limits: Sequence[float] | None = None,
     seconds: float = 10.0,
     seed: int = 0,
@@ -91,8 +96,9 @@ def search(
     where they differ. `placement` is a rule like `zp.vee`, its name, or "all" (the default with several stages per
     rank). The same seed and steps give the same schedule; a search by time depends on the machine. `progress` is called
     repeatedly with the state of the search, and ends it by returning True. Ctrl-C ends it too, and the best so far is
-    returned. Before the time starts the compiled kernels are loaded, which takes a second; after an installation they
-    are compiled, which takes about half a minute.
+    returned. `slices` are the numbers of slices of a sequence to try; with more than one they are searched in the
+    placements linear and loop, for the makespan. Before the time starts the compiled kernels are loaded, which takes a
+    second; after an installation they are compiled, which takes about half a minute.
     """
     costs = require_stage_costs(costs)
     require_positive_integers(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
@@ -106,6 +112,7 @@ def search(
         raise ConfigError(f'objective={short(objective)}: must be "makespan" or "span"')
     if type(weight_parts) is not int or not 1 <= weight_parts <= MAX_WEIGHT_PARTS:
         raise ConfigError(f"weight_parts={short(weight_parts)}: must be an integer from 1 to {MAX_WEIGHT_PARTS}")
+    numbers = _slice_numbers(slices, weight_parts, objective)
     problem = Problem(ranks, ranks * stages_per_rank, microbatches, weight_parts)
     if problem.num_stages > MAX_STAGES or 2 * problem.num_stages * microbatches > MAX_PASSES:
         raise ConfigError(
@@ -113,6 +120,11 @@ def search(
             "stages times microbatches; use fewer microbatches"
         )
     limits = None if rank_limits is None else _limits(rank_limits, ranks, costs)
+    if numbers != (1,):
+        return search_slices(
+            problem, numbers, _placements(placement, problem), costs, limits, seconds=float(seconds), steps=steps,
+            seed=seed, progress=progress, workers=workers,
+        )  # fmt: skip
     tasks = [
         SearchTask(
             problem, rule, costs.with_reserved_workspace(rule), minimizes_span=objective == "span", rank_limits=limits
@@ -135,6 +147,85 @@ def search(
         best.schedule, best, objective, driver.bound, driver.elapsed, interrupted, registered,
         tuple(task.placement.name for task in tasks),
     )  # fmt: skip
+
+
+def search_slices(
+    problem: Problem, numbers: tuple[int, ...], placements: list[Placement], costs: Costs,
+    limits: tuple[float, ...] | None, *, seconds: float, steps: int | None, seed: int,
+    progress: Callable[[Progress], object] | None, workers: int | None,
+) -> SearchResult:  # fmt: skip
+    """Search every number of slices for an equal part of the time; of 1 with `search`."""
+    begin, rule = monotonic(), next((one for one in placements if one.name in ("linear", "loop")), None)
+    if rule is None:
+        raise ConfigError(f"slices={short(numbers)}: are searched in the placements linear and loop; use one of them")
+    if limits is None:
+        limits = ((float("inf") if costs.memory_limit is None else costs.memory_limit),) * problem.num_ranks
+    found: list[SearchResult] = []
+    for index, number in enumerate(numbers):
+        share = (seconds - (monotonic() - begin)) / (len(numbers) - index)
+        if number == 1:
+            found.append(
+                search(
+                    ranks=problem.num_ranks, microbatches=problem.num_microbatches, costs=costs,
+                    stages_per_rank=problem.stages_per_rank, placement=lambda _: rule, rank_limits=limits,
+                    seconds=max(0.0, share), steps=steps, seed=seed, progress=progress, workers=workers,
+                )
+            )  # fmt: skip
+            continue
+        task = SlicedTask(replace(problem, num_slices=number), rule, costs, limits)
+        result = _search_number(task, begin, monotonic() + share, steps, seed, progress)
+        found += [] if result is None else [result]
+        if (result is not None and result.interrupted) or (found and found[-1].interrupted):
+            break
+    if not found:
+        raise ConfigError(
+            f"slices={short(numbers)}: no schedule with so many fits into the memory; use more, or raise the limit"
+        )
+    best = min(found, key=lambda one: one.value)
+    registered = [one.registered for one in found if one.registered is not None]
+    return replace(
+        best, bound=min(one.bound for one in found), seconds=monotonic() - begin,
+        interrupted=any(one.interrupted for one in found), slices=numbers, placements=(rule.name,),
+        registered=min(registered, key=lambda timeline: timeline.makespan, default=None),
+    )  # fmt: skip
+
+
+def _search_number(
+    task: SlicedTask, begin: float, until: float, steps: int | None, seed: int,
+    progress: Callable[[Progress], object] | None,
+) -> SearchResult | None:  # fmt: skip
+    """Search one number of slices; None if nothing fits. Ctrl-C and `progress` end it."""
+    bound, last, interrupted, kept = task.bound, 0.0, False, list[Timeline]()
+
+    def is_stopped(best: Timeline | None) -> bool:
+        nonlocal last, interrupted
+        now = monotonic()
+        kept[:] = [] if best is None else [best]
+        if best is not None and progress is not None and now - last > TICK_SECONDS:
+            last = now
+            interrupted = bool(progress(Progress(now - begin, best.makespan, bound)))
+        return interrupted or (steps is None and now > until)
+
+    registered: Timeline | None = None
+    try:
+        best, registered = search_sliced(task, float("inf") if steps is None else steps, seed, is_stopped)
+    except KeyboardInterrupt:
+        interrupted, best = True, next(iter(kept), None)
+    if best is None:
+        return None
+    return SearchResult(best.schedule, best, "makespan", bound, monotonic() - begin, interrupted, registered)
+
+
+def _slice_numbers(slices: int | Sequence[int], weight_parts: int, objective: Objective) -> tuple[int, ...]:
+    """The numbers of slices; ConfigError for those that cannot be searched."""
+    numbers = tuple(dict.fromkeys(slices if isinstance(slices, Sequence) else [slices]))
+    if not numbers or any(type(number) is not int or not 1 <= number < MAX_SLICES for number in numbers):
+        raise ConfigError(f"slices={short(slices)}: must be an integer from 1 to {MAX_SLICES - 1}, or several")
+    if numbers != (1,) and weight_parts > 1:
+        raise ConfigError(f"weight_parts={weight_parts} with slices={max(numbers)}: use one of them")
+    if numbers != (1,) and objective != "makespan":
+        raise ConfigError(f"objective={objective!r} with slices={max(numbers)}: must be 'makespan'")
+    return numbers
 
 
 def require_seconds(name: str, value: object, way_out: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import gcd, inf
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from zeropipe.sim.phase_costs import exchange_times
 Source = Literal["estimate", "profile"]
 SM_TAX = 20 / 132  # the part of a GPU that exchanges take while they are under way: DeepSeek-V3's report, on H800
 NO_SPREAD: Mapping[str, float] = {}
+LOW_DTYPES = ("bf16", "float16")
 STAGE = "stage"  # the kind that every stage has once
 DTYPE_NAMES = {"bfloat16": "bf16", "fp16": "float16", "fp32": "float32"}  # -> the name in costs of layers
 
@@ -39,7 +40,10 @@ class LayerCost:
     with frozen weights, which have no W.
     Of divided experts, `experts` are the parameters that this GPU has, and `phases` the phases of the layer. Dispatch
     and combine are bytes there, and not in f and i: `with_exchanges` makes them seconds. So are `f_exchange` and
-    `i_exchange`, what attention gets over `cp`. `spread` has relative errors of measured times, by name.
+    `i_exchange`, what attention gets over `cp`. Of a layer that can run in slices of sequences, `f_attention` and
+    `i_attention` are the parts of f and i that are attention, `keys` the bytes of keys and values, `repeated_keys`
+    those of a copy for all heads that a slice after the first makes while it runs. `spread` has relative errors of
+    measured times, by name.
     """
 
     f: float
@@ -60,6 +64,10 @@ class LayerCost:
     experts: int = 0
     f_exchange: float = 0.0
     i_exchange: float = 0.0
+    f_attention: float = 0.0
+    i_attention: float = 0.0
+    keys: float = 0.0
+    repeated_keys: float = 0.0
     spread: Mapping[str, float] = field(default_factory=lambda: NO_SPREAD)
 
     @property
@@ -375,6 +383,7 @@ class LayerCosts:
         node_size: int | None = None,
         memory_limit: float | None = None,
         turns: bool = True,
+        slice_shares: Sequence[float] = (),
     ) -> Costs:
         """Costs of stages with `counts` layers, by default in the first setting, in seconds and bytes.
 
@@ -382,7 +391,8 @@ class LayerCosts:
         the size of `dp_shard`. With `gather` ("keep" or "regather"), gathers and reductions use `shard_link` and are
         simulated, reductions where `gradients` says, as in `lower`; without it, full weights and gradients are resident
         all the time. `node_size` is the number of pipeline ranks per machine. With divided experts, F and B of an
-        Overlap take `turns`, so that exchanges are hidden behind computations.
+        Overlap take `turns`, so that exchanges are hidden behind computations. `slice_shares` are the tokens of each
+        slice of a sequence, in shares.
         """
         require_positive_integers(shards=shards)
         chosen = self.price_exchanges(setting or self.settings[0])
@@ -412,18 +422,49 @@ class LayerCosts:
         if "phases" not in more:
             pairs = [a + b for a, b in zip(forward, backward)]
             more["overlap"] = _sums(stages, lambda layer: layer.overlapped, pairs)
+        workspaces = _workspaces(stages)
+        if len(slice_shares) > 1:
+            more |= self._slicing(stages, slice_shares)
+            repeated = [max((layer.repeated_keys for layer in stage), default=0.0) for stage in stages]
+            workspaces = _sliced_workspaces(workspaces, repeated, slice_shares)
         return Costs(
             f=_sums(stages, lambda layer: layer.f, forward), i=_sums(stages, lambda layer: layer.i, backward),
             w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.full_backward, backward),
             activation=_sums(stages, lambda layer: layer.activation), stash=_sums(stages, lambda layer: layer.stash),
-            f_workspace=list(map(_forward_workspace, stages)),
-            workspace=[_workspace(stage, is_split=False) for stage in stages],
-            i_workspace=[_workspace(stage, is_split=True) for stage in stages],
+            f_workspace=workspaces[0], workspace=workspaces[1], i_workspace=workspaces[2],
             message=self.message_bytes(chosen), weights=weights,
             p2p=self.link.p2p or 0.0, bandwidth=self.link.bandwidth, node_size=node_size,
             inter_node=SAME_LINK if node_size is None else self.inter_node,
             memory_limit=memory_limit, unit="s", memory_unit="B", **more,
         )  # fmt: skip
+
+    @property
+    def can_slice(self) -> bool:
+        """Whether the costs of some setting are known for slices of sequences."""
+        return any(map(self.has_slices, self.settings))
+
+    def has_slices(self, setting: Setting) -> bool:
+        """Whether the costs of a setting are known for slices of sequences."""
+        return all(setting.kinds[kind].keys > 0 for kind in self.layers)
+
+    def attention_share(self, setting: Setting) -> float:
+        """The part of the time of all layers that is attention."""
+        layers = [setting.kinds[kind] for kind in self.layers]
+        return sum(layer.f_attention + layer.i_attention for layer in layers) / sum(
+            layer.f + layer.full_backward for layer in layers
+        )
+
+    def _slicing(self, stages: list[list[LayerCost]], shares: Sequence[float]) -> dict[str, Any]:
+        """The fields of Costs for slices. Gradients of keys are added up in float32, but those of the last slice."""
+        keys = _sums(stages, lambda layer: layer.keys)
+        wider = 2 if self.dtype in LOW_DTYPES else 1
+        return {
+            "slice_sizes": list(shares),
+            "keys": keys,
+            "key_gradients": [size * wider * (1 - shares[-1]) for size in keys],
+            "f_attention": _sums(stages, lambda layer: layer.f_attention),
+            "i_attention": _sums(stages, lambda layer: layer.i_attention),
+        }
 
     def _message_overheads(self, ranks: Sequence[int]) -> tuple[list[float], list[float]]:
         """The time that messages add to the forward and to the backward of each stage, by the ranks of the stages."""
@@ -540,6 +581,28 @@ def _workspace(layers: Sequence[LayerCost], is_split: bool) -> float:
         largest = max(largest, level + layer.workspace)
         level += (layer.stash if is_split else 0.0) - layer.activation
     return largest
+
+
+def _workspaces(stages: Sequence[Sequence[LayerCost]]) -> list[list[float]]:
+    """The workspace of F, of B and of I of each stage."""
+    return [
+        list(map(_forward_workspace, stages)),
+        *([_workspace(stage, is_split=is_split) for stage in stages] for is_split in (False, True)),
+    ]
+
+
+def _sliced_workspaces(
+    workspaces: Sequence[Sequence[float]], repeated: Sequence[float], shares: Sequence[float]
+) -> list[list[float]]:
+    """Workspaces of which the share of each slice is enough, with the keys of all tokens up to its end for all heads.
+
+    A backward has their gradients, too.
+    """
+    longest = max(end / share for end, share in zip(accumulate(shares), shares, strict=True))
+    return [
+        [size + copies * longest * more for size, more in zip(sizes, repeated, strict=True)]
+        for sizes, copies in zip(workspaces, (1, 2, 2), strict=True)
+    ]
 
 
 def _forward_workspace(layers: Sequence[LayerCost]) -> float:

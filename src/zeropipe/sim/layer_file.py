@@ -30,6 +30,9 @@ _MIN_COUNTS = {
     "cp": 1,
     "experts": 0,
 }
+_OPTIONAL = (  # fields of a layer that are written if they are not 0
+    "experts", "f_exchange", "i_exchange", "f_workspace", "f_attention", "i_attention", "keys", "repeated_keys",
+)  # fmt: skip
 _MAX_COUNT = 10**18
 _MIN_NUMBER, _MAX_NUMBER = 1e-30, 1e30  # of a number that is not 0
 _REQUIRED: dict[Any, tuple[str, ...]] = {
@@ -51,7 +54,7 @@ def to_layer_data(costs: LayerCosts) -> dict[str, Any]:
             for name in ("b", "overlap", "trained", "spread"):
                 if kind[name] is None or kind[name] == {}:
                     del kind[name]
-            for name in ("experts", "f_exchange", "i_exchange", "f_workspace"):
+            for name in _OPTIONAL:
                 if not kind[name]:
                     del kind[name]
             if kind["phases"] is None:

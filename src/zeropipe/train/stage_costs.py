@@ -79,8 +79,6 @@ def explain_exchanges(config: RunConfig) -> str:
 
 def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     """Why `costs` cannot predict this run; empty if they can."""
-    if config.schedule.slices > 1:
-        return f"no prediction with schedule.slices={config.schedule.slices}: costs of attention are of whole sequences"
     if reason := explain_exchanges(config):
         return reason
     data, engine = config.data, config.engine
@@ -95,9 +93,14 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     try:
         costs.setting(ep=config.mesh.ep)
         costs.setting(cp=config.mesh.cp)
-        find_run_setting(_only_sizes(costs, config), origin)
+        setting = find_run_setting(_only_sizes(costs, config), origin)
     except ConfigError as error:
         return f"no prediction: {error}"
+    if config.schedule.slices > 1 and not costs.has_slices(setting):
+        return (
+            f"no prediction with schedule.slices={config.schedule.slices}: costs of slices are estimated for dense "
+            "text models without windows, with engine.ac='full' and without data.packing"
+        )
     table = config.lora
     reason = explain_adapter(table) if table is not None else ""
     if table is not None and not reason and table.rank != costs.lora_rank:
@@ -124,7 +127,7 @@ def _only_sizes(costs: LayerCosts, config: RunConfig) -> LayerCosts:
 
 def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candidate:
     """The run as a candidate of the planner."""
-    mesh = config.mesh
+    mesh, slices = config.mesh, config.schedule.slices
     return Candidate(
         Layout(
             problem.num_ranks, mesh.dp_shard, mesh.tp, mesh.dp_replicate, mesh.sequence_parallel, mesh.ep, mesh.cp,
@@ -132,6 +135,7 @@ def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candi
         ), name,
         problem.stages_per_rank, problem.num_microbatches, config.data.microbatch, config.engine.ac, "",
         config.engine.shards, config.engine.gradients, turns=config.engine.overlap == "turns",
+        slices=slices, slice_sizes=config.schedule.slice_sizes or (1.0,) * slices,
     )  # fmt: skip
 
 

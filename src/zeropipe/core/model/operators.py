@@ -40,6 +40,8 @@ class Op:
     gradient: float = 0.0
     summed: float = 0.0
     exchanged: float = 0.0
+    keys: float = 0.0  # keys and values, which slices of a sequence share; 0 if it cannot run in slices
+    repeated: float = 0.0  # a copy of these for all heads, which a slice after the first makes
     workspace: tuple[float, float] = (0.0, 0.0)  # that F needs only while it runs
     kernels: tuple[int, int] = (0, 0)  # that F launches, if they are counted
     routed: bool = False

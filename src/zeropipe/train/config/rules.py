@@ -166,6 +166,12 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
     if config.mesh.cp > 1 and table.slices > 1:
         yield f"schedule.slices={table.slices}: slices do not run with mesh.cp={config.mesh.cp}; use one of them"
         return
+    for name, is_set in (
+        ("mesh.sequence_parallel", config.mesh.sequence_parallel), ("engine.compile", config.engine.compile)
+    ):  # fmt: skip
+        if is_set and table.slices > 1:
+            yield f"schedule.slices={table.slices}: slices do not run with {name}=true; use one of them"
+            return
     if table.slice_sizes is not None and len(table.slice_sizes) != table.slices:
         yield f"schedule.slice_sizes has {len(table.slice_sizes)} numbers: must be schedule.slices={table.slices}"
         return
