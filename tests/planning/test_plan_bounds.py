@@ -31,7 +31,8 @@ def test_what_is_left_out_unseen_could_not_fit(long):
     assert all(layout.shard_cp == (layout.cp > 1) for layout in layouts)
     for row in rows:
         run = row.candidate.run
-        seconds, needs = lower_bounds(long.context, run, row.candidate.gradients != "whole")
+        is_rolling = row.candidate.gradients != "whole"
+        seconds, needs = lower_bounds(long.context, run, is_rolling, offload=row.candidate.offload)
         if row.candidate.shards != "keep":
             needs -= lower_bounds(long.context, run)[1] - least_memory(long.context, run)
         assert seconds <= row.makespan * (1 + 1e-9), row.candidate

@@ -23,7 +23,7 @@ from zeropipe.planning.candidates import (
 from zeropipe.planning.closest import find_closest
 from zeropipe.planning.context import RESERVE, PlanContext
 from zeropipe.planning.layouts import max_stages
-from zeropipe.planning.offloading import offloaded_candidates
+from zeropipe.planning.offloading import HOST_MEMORY, offloaded_candidates
 from zeropipe.planning.pool import score_groups
 from zeropipe.planning.refine import add_gaps, search_best_runs
 from zeropipe.planning.result import Plan
@@ -119,7 +119,8 @@ def plan(
     rows += _score(context, sliced, workers, lambda done: report("slices", 0.75 + 0.03 * done))
     variants = list_variants(task.schedules, context.costs.has_overlaps)
     offloaded = offloaded_candidates(context, rows, oversized, variants) if offload else []
-    rows += _score(context, offloaded, workers, lambda done: report("offload", 0.78 + 0.02 * done))
+    scored = _score(context, offloaded, workers, lambda done: report("offload", 0.78 + 0.02 * done))
+    rows += [row for row in scored if row.host_memory <= HOST_MEMORY]
     num_tried = len({row.candidate for row in rows})
     searches = search_seconds > 0 and schedules is None
     if searches:
