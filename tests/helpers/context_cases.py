@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from engine_helpers import error_of, hf_plain_step
+from memory_cases import Live
 from mesh_cases import compare_update, hf_difference, mesh_of
 from tensor_cases import VOCABULARY, config_of
 from torch import Tensor, nn
@@ -15,7 +17,12 @@ from torch import Tensor, nn
 from zeropipe.core.mesh import DATA_DIMENSIONS
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, LogProbabilities, hf_model, hf_stages, parallelize
+from zeropipe.engine.mesh.cp_attention import SplitAttention, attend
+from zeropipe.engine.mesh.ring_attention import attend_around_ring
+from zeropipe.engine.mesh.tp_check import SimulatedTP
+from zeropipe.engine.mesh.tp_collectives import FakeGroup, TPGroup, fake_groups
 from zeropipe.engine.stages.packing import position_ids
+from zeropipe.engine.stages.sequence_parts import SequenceParts
 
 
 def tokens(number: int, step: int, packed: bool = False, padded: bool = False) -> list[dict[str, Any]]:
@@ -117,3 +124,72 @@ def outputs_on_cp(schedule: Schedule, sizes: dict[str, int], kind: str) -> dict[
             "loss": abs(loss - float(mean)),
             "grad": hf_difference(stages, plain, "grad"),
         }
+
+
+def ring_differences(size: int, masked: str | None) -> dict[str, float]:
+    """Attention of processes in threads around a ring, and its gradients, beside that of one."""
+    generator, length, heads = torch.Generator().manual_seed(size), 8 * size, 4
+    shapes = {"query": (2, heads, length, 8), "key": (2, 2, length, 8), "value": (2, 2, length, 6 if masked else 8)}
+    whole = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    mask = None
+    if masked:  # each token attends to six
+        mask = torch.ones(length, length, dtype=torch.bool).tril().triu(-5)
+        mask = mask[None, None].repeat(2, heads if masked == "by head" else 1, 1, 1)
+    gradient = torch.randn(2, heads, length, shapes["value"][-1], generator=generator, dtype=torch.float64)
+    tensors = [x.clone().requires_grad_() for x in whole.values()]
+    expected = _attend_plainly(tensors, mask)
+    expected.backward(gradient)
+
+    def run(group: TPGroup) -> list[Tensor]:
+        parts = SequenceParts(group.rank, size)
+        own = [parts.take(x, 2).requires_grad_() for x in whole.values()]
+        rows = None if mask is None else parts.take(mask, 2)
+        out = attend_around_ring(nn.Module(), group, tuple(own), rows, {"scaling": 0.3}).transpose(1, 2)
+        out.backward(parts.take(gradient, 2))
+        return [out.detach(), *(x.grad for x in own)]
+
+    with SimulatedTP(size) as simulated:
+        found = simulated.run(run, [(group,) for group in simulated.groups])
+    wanted = {"out": expected.detach(), **{name: x.grad for name, x in zip(whole, tensors)}}
+    joined = [SequenceParts(0, size).join(parts, 2) for parts in zip(*found)]
+    return {name: float((one - other).abs().max()) for (name, one), other in zip(wanted.items(), joined)}
+
+
+def _attend_plainly(tensors: list[Tensor], mask: Tensor | None) -> Tensor:
+    query, key, value = (x.repeat_interleave(tensors[0].shape[1] // x.shape[1], 1) for x in tensors)
+    length = query.shape[2]
+    mask = torch.ones(length, length, dtype=torch.bool).tril() if mask is None else mask
+    return ((query @ key.mT * 0.3).masked_fill(~mask, -math.inf)).softmax(-1) @ value
+
+
+class _Alike(FakeGroup):
+    """The group of one process: the others have the same tensors."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        return [x.clone() for _ in range(self._size)]
+
+    def rotate(self, x: Tensor, group: TPGroup) -> Tensor:
+        return x.clone()
+
+
+def attention_memory(exchange: str, size: int) -> int:
+    """The most bytes at a time of what a forward and backward of attention make on the last of `size` processes."""
+    group, peak = TPGroup(f"alike {exchange}", size - 1, size), 0
+
+    def watch() -> None:
+        nonlocal peak
+        peak = max(peak, live.total)
+
+    def run(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        return nn.functional.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2), None
+
+    module = nn.Module()
+    module.split_attention = SplitAttention(group, exchange, run)
+    query, key, value = (torch.randn(1, heads, 64, 256, requires_grad=True) for heads in (4, 2, 2))
+    with mock.patch.dict(fake_groups, {group.name: _Alike(size)}), Live(watch) as live:
+        attend(module, query, key, value, None)[0].sum().backward()
+    return peak

@@ -34,6 +34,7 @@ from zeropipe.engine.comm.threads import HelperThread
 from zeropipe.engine.head.fused import fuse_head
 from zeropipe.engine.head.passes import PLAIN, compiled_passes
 from zeropipe.engine.layout import Layout
+from zeropipe.engine.mesh.context_parallel import refuse_compiled_ring
 from zeropipe.engine.mesh.reduce_limit import ReduceLimit
 from zeropipe.engine.mesh.sharded_stage import ShardedStage, is_sharded
 from zeropipe.engine.mesh.slice_check import prepare_slices
@@ -168,6 +169,7 @@ class Engine:
     def _prepare(self) -> None:
         modules = [info.module for info in self._infos.values()]
         prepare_slices(self.schedule, modules, self.options.slice_sizes, self.options.compile)
+        refuse_compiled_ring(modules, self.options.compile)
         for stage in self._infos.values():
             self._splitter.prepare(stage.number, stage.module)
             if stage.blocks is not None:

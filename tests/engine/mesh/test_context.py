@@ -29,6 +29,7 @@ from transformers import AutoConfig
 import zeropipe as zp
 from zeropipe.engine import WeightStore, defer, hf_model, hf_stages, parallelize, prepare_blocks
 from zeropipe.engine.layout import Layout
+from zeropipe.engine.mesh import context_parallel
 from zeropipe.engine.mesh.cp_attention import has_copied_keys, require_exchange
 from zeropipe.engine.mesh.cp_check import check_parts
 from zeropipe.engine.mesh.cp_stage import split_stage
@@ -36,15 +37,16 @@ from zeropipe.engine.mesh.tp_collectives import TPGroup
 from zeropipe.engine.stages.sequence_parts import SequenceParts
 from zeropipe.engine.stages.skeleton import build_on_meta, find_decoder_config
 from zeropipe.engine.stages.verify import find_family
+from zeropipe.engine.torch_private import partial_attention
 from zeropipe.errors import ConfigError
 
 PP_CP, CP4 = {"pp": 2, "cp": 2}, {"pp": 1, "cp": 4}
 WIDE = ({"pp": 2, "cp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2, "cp": 2}, {"pp": 2, "dp_replicate": 2, "cp": 2})
 BATCHES: dict[str, dict[str, Any]] = {"plain": {}, "packed": {"packed": True}, "padded": {"padded": True}}
-QUICK = [(PP_CP, "zbv", "packed", "heads"), (CP4, "1f1b", "padded", "gather")]
+QUICK = [(PP_CP, "zbv", "packed", "heads"), (CP4, "1f1b", "padded", "gather"), (PP_CP, "1f1b", "packed", "ring")]
 STEPS = [
     pytest.param(*job, marks=() if job in QUICK else pytest.mark.full)
-    for job in product((PP_CP, CP4, *WIDE), ("1f1b", "zbv", "dualpipev"), BATCHES, ("heads", "gather"))
+    for job in product((PP_CP, CP4, *WIDE), ("1f1b", "zbv", "dualpipev"), BATCHES, ("heads", "gather", "ring"))
 ]
 OPTIONS: list[dict[str, Any]] = [
     {"ac": "full", "dynamic_weights": True}, {"ac": "selective:op"}, {"compile": True}, {"compile": True, "ac": "full"},
@@ -175,8 +177,13 @@ def test_one_graph_for_all_blocks(exchange, collectives):
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-6, atol=1e-6 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("exchange, copies", [("heads", False), ("heads", True), ("gather", False)])
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@pytest.mark.parametrize(
+    "kind, exchange, copies",
+    [
+        *product(["llama", "gpt_oss"], ["heads"], [False, True]), *product(["llama", "gpt_oss"], ["gather"], [False]),
+        ("llama", "ring", False), ("qwen3", "ring", False), ("mistral", "ring", False),
+    ],
+)  # fmt: skip
 def test_a_small_copy_proves_it(kind, exchange, copies):
     check_parts(stage_of(kind), exchange, copies)
 
@@ -215,6 +222,40 @@ def test_the_page_says_which_types_are_exact(kind):
                 check_parts(stage, exchange)
 
 
+@pytest.mark.parametrize("kind, words", [("gpt_oss", "sinks"), ("gemma2", "soft-caps")])
+def test_what_a_ring_cannot_do_is_refused_by_name(kind, words):
+    with pytest.raises(ConfigError, match=f"model_type={kind!r} cannot run with cp: .*cp_exchange='ring'.*{words}"):
+        check_parts(stage_of(kind), "ring")
+
+
+@pytest.mark.parametrize("size", [1, 2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
+@pytest.mark.parametrize("masked", [None, "alike", "by head"])
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_ring_equals_attention_to_all_keys(size, masked, blocks, monkeypatch):
+    """With fewer key heads; masked, some tokens of a part attend to no key of another; in blocks of two queries."""
+    if blocks:
+        monkeypatch.setattr(partial_attention, "MAX_SCORES", 2 * 4 * 2 * 8)
+        monkeypatch.setattr(partial_attention, "_has_kernel", lambda *_: False)
+    seen = cases.ring_differences(size, masked)
+    assert max(seen.values()) < 1e-13, seen
+
+
+def test_a_ring_keeps_less_than_gathered_keys():
+    """The most bytes at a time of what attention makes, of four processes in threads."""
+    ring, gathered = (cases.attention_memory(exchange, 4) for exchange in ("ring", "gather"))
+    assert ring < 0.75 * gathered
+
+
+def test_a_compiled_ring_is_refused():
+    stage = SimpleNamespace(context=SimpleNamespace(exchange="ring"))
+    with (
+        mock.patch.object(context_parallel, "HFStage", SimpleNamespace),
+        pytest.raises(ConfigError, match="compile=True: cp_exchange='ring' does not run compiled"),
+    ):
+        context_parallel.refuse_compiled_ring([stage], True)
+    context_parallel.refuse_compiled_ring([stage], False)
+
+
 def test_sharding_over_cp_needs_cp():
     mesh = SimpleNamespace(mesh_dim_names=("pp",))
     layout = Layout((0,), 0, (0,), {"pp": 1}, {"pp": 0})
@@ -231,7 +272,7 @@ def test_the_exchange_is_chosen_by_heads():
     assert [has_copied_keys(config, tp, cp) for tp, cp in ((1, 2), (1, 4), (2, 2))] == [False, True, True]
     with pytest.raises(ConfigError, match="cp_exchange='heads': cp=3 x tp=1 must divide num_attention_heads=4"):
         require_exchange("heads", config, 1, 3)
-    with pytest.raises(ConfigError, match="cp_exchange='rings': must be auto, heads or gather"):
+    with pytest.raises(ConfigError, match="cp_exchange='rings': must be auto, heads, gather or ring"):
         require_exchange("rings", config, 1, 2)
     config._attn_implementation = "flash_attention_2"
     with pytest.raises(ConfigError, match="attn_implementation='flash_attention_2' with cp=3: its heads cannot be"):

@@ -11,7 +11,7 @@ tp_adapters         linear layers with a LoRA adapter sharded over `tp`
 tp_layers           single layers sharded over `tp`: linear layers, experts, embeddings
 sequence_parallel   sequences sharded over `tp` outside attention and MLP
 vocab_parallel      logits sharded over the vocabulary, and their cross entropy
-tp_collectives      collectives of `tp` with their gradients: copy, reduce, gather, scatter
+tp_collectives      collectives of `tp` with their gradients: copy, reduce, gather, scatter; and of `cp`
 
 expert_parallel     the experts of each layer divided over a part of a data dimension: `expert_stacks`
 ep_check            a small copy of the model with divided experts, compared with the full model
@@ -19,6 +19,7 @@ ep_check            a small copy of the model with divided experts, compared wit
 context_parallel    parts of every sequence on the processes of `cp`
 cp_stage            one stage with its part of each sequence: inputs, masks and sums
 cp_attention        attention over the keys and values of all processes
+ring_attention      keys and values passed round a ring of the processes
 cp_check            a small copy of the model in parts of sequences, compared with the full model
 slice_check         the same in slices of sequences
 """

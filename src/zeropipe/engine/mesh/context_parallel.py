@@ -11,12 +11,19 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropipe.engine.mesh.cp_attention import has_copied_keys, require_exchange
+from zeropipe.engine.mesh.cp_attention import RING, has_copied_keys, require_exchange
 from zeropipe.engine.mesh.cp_check import check_parts
 from zeropipe.engine.mesh.cp_stage import split_stage
 from zeropipe.engine.mesh.tp_collectives import TPGroup
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.errors import ConfigError
+
+
+def refuse_compiled_ring(stages: Iterable[Any], compile: bool) -> None:
+    """ConfigError for stages that pass keys round a ring and shall be compiled."""
+    for stage in stages if compile else ():
+        if isinstance(stage, HFStage) and stage.context is not None and stage.context.exchange == RING:
+            raise ConfigError("compile=True: cp_exchange='ring' does not run compiled; use heads or gather")
 
 
 def apply_cp(stages: Iterable[Any], mesh: DeviceMesh, exchange: str, tp: int) -> None:

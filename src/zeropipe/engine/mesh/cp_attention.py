@@ -6,6 +6,7 @@ exchanges tensors and calls the model's own attention function, with masks of wh
 heads   each process attends with some heads for all tokens: two all-to-alls, of queries, keys and values, and of the
         result (DeepSpeed-Ulysses). With fewer key heads than processes, several get the same one.
 gather  each process gathers the keys and values of all tokens, and attends with its own queries.
+ring    keys and values are passed round a ring (`ring_attention`): each process has those of two others at most.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeropipe.engine.mesh.ring_attention import attend_around_ring
 from zeropipe.engine.mesh.tp_collectives import TPGroup, all_gather, all_to_all, reduce_scatter
 from zeropipe.engine.stages.sequence_parts import SequenceParts
 from zeropipe.engine.torch_private.attention import triangle_mask
 from zeropipe.engine.transformers_private import base_implementation
 from zeropipe.errors import ConfigError
 
-HEADS, GATHER = "heads", "gather"
+HEADS, GATHER, RING = "heads", "gather", "ring"
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -45,6 +47,8 @@ def attend(
     """The attention of transformers' interface: tensors are (rows, heads, tokens, width)."""
     split: SplitAttention = module.split_attention  # type: ignore[assignment]
     kwargs.pop("position_ids", None)  # of its own tokens: flash attention would look for packed sequences in them
+    if split.exchange == RING:
+        return attend_around_ring(module, split.group, (query, key, value), attention_mask, kwargs), None
     run = _attend_by_heads if split.exchange == HEADS else _attend_with_all_keys
     return run(module, split, (query, key, value), attention_mask, kwargs), None
 
@@ -188,13 +192,15 @@ def require_exchange(exchange: object, config: Any, tp: int, cp: int) -> str:
     implementation = base_implementation(config._attn_implementation)
     best = choose_exchange(config, tp, cp)
     chosen = best if exchange == "auto" else exchange
-    if chosen not in (HEADS, GATHER):
-        raise ConfigError(f"cp_exchange={exchange!r}: must be auto, {HEADS} or {GATHER}")
+    if chosen not in (HEADS, GATHER, RING):
+        raise ConfigError(f"cp_exchange={exchange!r}: must be auto, {HEADS}, {GATHER} or {RING}")
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     if chosen == HEADS and best != HEADS:
         raise ConfigError(
             f"cp_exchange='heads': cp={cp} x tp={tp} must divide num_attention_heads={heads}; use cp_exchange='gather'"
         )
+    if chosen == RING and implementation not in ("eager", "sdpa"):
+        raise ConfigError(f"cp_exchange='ring' with attn_implementation={implementation!r}: use 'sdpa', or heads")
     if chosen == GATHER and implementation not in ("eager", "sdpa"):
         raise ConfigError(
             f"attn_implementation={implementation!r} with cp={cp}: its heads cannot be exchanged, as cp x tp must "

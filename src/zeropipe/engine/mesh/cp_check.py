@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropipe.engine.mesh.cp_attention import GATHER, RING
 from zeropipe.engine.mesh.cp_stage import split_stage
 from zeropipe.engine.mesh.tp_check import SimulatedTP
 from zeropipe.engine.stages.hf import HFStage
@@ -116,7 +117,7 @@ def small_logits(stage: HFStage, ids: Tensor) -> Tensor:
 def _uses_interface(stage: HFStage, exchange: str) -> bool:
     """Whether a model calls its attention so that it can be replaced; changes the stage."""
     with SimulatedTP(1) as simulated:
-        split_stage(stage, simulated.groups[0], exchange)
+        split_stage(stage, simulated.groups[0], GATHER if exchange == RING else exchange)  # a ring calls nothing
         return calls_attention(stage, "split_attention")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zeropipe.engine.mesh.cp_attention import GATHER, SplitAttention, attend, join_parts
+from zeropipe.engine.mesh.cp_attention import HEADS, SplitAttention, attend, join_parts
 from zeropipe.engine.mesh.tp_collectives import Copy, Reduce, TPGroup
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.packed_attention import Samples, attend_within
@@ -39,7 +39,7 @@ class ContextPart:
     """This process's part of the sequences that a stage gets."""
 
     def __init__(self, group: TPGroup, stage: HFStage, exchange: str) -> None:
-        self.group, self.parts, self._exchange = group, SequenceParts(group.rank, group.size), exchange
+        self.group, self.parts, self.exchange = group, SequenceParts(group.rank, group.size), exchange
         self._stage = stage
 
     def take(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
@@ -107,7 +107,7 @@ class ContextPart:
         packing = self._stage.packing
         total = length * self.group.size
         with ExitStack() as stack:
-            chunks = self.parts.chunks(total) if self._exchange == GATHER else None
+            chunks = self.parts.chunks(total) if self.exchange != HEADS else None
             stack.enter_context(masks_of_rows(SplitRows(total, chunks, positions, is_packed)))
             if samples is not None and packing.attention is not None and chunks is None:
                 stack.enter_context(attend_within(samples, packing.attention))

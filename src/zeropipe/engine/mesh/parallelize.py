@@ -43,7 +43,8 @@ def parallelize(
     """Shard this rank's stages over `tp` and `dp_shard`, in place, and return them; pass the Engine the same mesh.
 
     With `cp` each process runs a part of every sequence of Hugging Face models; every process gets whole microbatches.
-    `cp_exchange`: in attention, exchange "heads" for tokens, or "gather" keys and values; "auto": heads if they divide.
+    `cp_exchange`: in attention, exchange "heads" for tokens, "gather" keys and values, or pass them round a "ring";
+    "auto": heads if they divide, else gather.
     `shard_cp`: shard weights over `dp_shard` and `cp` together, not over `dp_shard` alone.
 
     `ep`: divide the experts of every layer over this many of the `dp_shard` processes (without `dp_shard`, of

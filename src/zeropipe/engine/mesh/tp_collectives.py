@@ -6,6 +6,7 @@ numbers, so a compiled graph can hold it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,9 @@ class FakeGroup:
 
     def reduce_scatter(self, x: Tensor, dimension: int, group: TPGroup) -> Tensor:
         return take_chunk(self.all_reduce(x), dimension, group)
+
+    def rotate(self, x: Tensor, group: TPGroup) -> Tensor:
+        return self.gather(x)[group.rank - 1]
 
     def all_to_all(self, x: Tensor, group: TPGroup) -> Tensor:
         return torch.stack([other[group.rank] for other in self.gather(x)])
@@ -102,6 +106,19 @@ def all_to_all(x: Tensor, group: TPGroup) -> Tensor:
         return fake_groups[group.name].all_to_all(x, group)
     even = [1] * group.size
     return _finish(torch_comm.start_exchange(x, even, even, group.name))
+
+
+def rotate(x: Tensor, group: TPGroup) -> Callable[[], Tensor]:
+    """Start to send a flat x to the next rank; the result waits for that of the rank before."""
+    if group.size == 1:
+        return lambda: x
+    if group.name in fake_groups:
+        received = fake_groups[group.name].rotate(x, group)
+        return lambda: received
+    sent, to_receive = [0] * group.size, [0] * group.size
+    sent[(group.rank + 1) % group.size] = to_receive[group.rank - 1] = len(x)
+    pending = torch_comm.start_exchange(x, sent, to_receive, group.name)
+    return lambda: _finish(pending)
 
 
 class Copy(torch.autograd.Function):

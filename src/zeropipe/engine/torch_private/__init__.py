@@ -5,5 +5,6 @@ tensors: memory, DTensor, nested values, sums over lists of tensors
 autograd: graphs, saved tensors, selective checkpointing, the profiler
 saved: where tensors are kept for a backward pass
 attention: kernels for packed rows
+partial_attention: attention to some of the keys, with what merges it
 compile: the compiler, and what its versions get wrong
 """

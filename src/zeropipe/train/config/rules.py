@@ -91,6 +91,10 @@ def _check_mesh(config: RunConfig) -> Iterator[str]:
         yield "mesh.sequence_parallel=true shards sequences over tp; use mesh.tp of at least 2, or leave it out"
     if mesh.shard_cp and (mesh.cp == 1 or mesh.ep > 1):
         yield "mesh.shard_cp=true shards weights over cp, without ep; use mesh.cp of at least 2 and mesh.ep=1"
+    if mesh.cp_exchange != "auto" and mesh.cp == 1:
+        yield f"mesh.cp_exchange={mesh.cp_exchange!r} is for mesh.cp of at least 2; use that, or leave it out"
+    if mesh.cp_exchange == "ring" and engine.compile:
+        yield "mesh.cp_exchange='ring' does not run compiled; use heads or gather, or engine.compile=false"
     if mesh.num_shards == 1:
         if engine.offload:
             yield "engine.offload=true is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"

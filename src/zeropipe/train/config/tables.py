@@ -79,6 +79,11 @@ class MeshTable(Table):
     cp: Count = Field(default=1, description="Processes that have a part of every sequence (context parallelism).")
     tp: Count = Field(default=1, description="Processes that shard every layer (tensor parallelism).")
     shard_cp: Flag = Field(default=False, description="Shard weights over `dp_shard` and `cp` together.")
+    cp_exchange: Literal["auto", "heads", "gather", "ring"] = Field(
+        default="auto",
+        description="What processes of `cp` exchange in attention: `heads` for tokens, or keys and values, which are "
+        "gathered (`gather`) or passed round a ring (`ring`). `auto`: heads if they divide, else gather.",
+    )
     ep: Count = Field(
         default=1,
         description="Processes of `dp_shard` (without it, `dp_replicate`) that the experts of layers are divided over.",

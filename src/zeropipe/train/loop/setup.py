@@ -104,6 +104,7 @@ def _build_stages(config: RunConfig, position: RankPosition) -> dict[int, Any]:
     parallelize(
         stages, position.mesh, sequence_parallel=config.mesh.sequence_parallel, offload=config.engine.offload,
         dtype=dtype if is_mixed else None, ep=config.mesh.ep, dispatch=config.mesh.dispatch,
+        cp_exchange=config.mesh.cp_exchange,
         shard_cp=config.mesh.shard_cp,
     )  # fmt: skip
     if config.lora is not None and dtype == torch.bfloat16 and position.device.type == "cuda":
