@@ -3,6 +3,8 @@
 import os
 from importlib.util import find_spec
 
+import pytest
+
 FRAMEWORKS = {
     "test_torchtitan.py": "torchtitan", "test_archon.py": "areal", "test_trainer_integration.py": "trl",
     "test_automodel.py": "nemo_automodel", "test_verl.py": "verl",
@@ -11,3 +13,30 @@ collect_ignore = [file for file, framework in FRAMEWORKS.items() if find_spec(fr
 
 # ranks run side by side: threads of their own would only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def pools(request):
+    """`pools(number)`: local ranks that the tests of a file share, and new ones after a test that failed on them."""
+    from zeropipe.engine import LocalRanks
+
+    pools = {}
+
+    def ranks(number):
+        if number not in pools or pools[number].closed:
+            pools[number] = LocalRanks(number, preload=[request.module.CASES])
+        return pools[number]
+
+    yield ranks
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def two(pools):
+    return pools(2)
+
+
+@pytest.fixture
+def four(pools):
+    return pools(4)

@@ -11,13 +11,8 @@ import zeropipe as zp
 from zeropipe.engine import LocalRanks
 
 pytestmark = pytest.mark.timeout(1000)  # compiled blocks take minutes on a slow machine
+CASES = "titan_cases"  # where ranks find their functions
 COMPILED = 1e-5  # float32, other kernels, five steps
-
-
-@pytest.fixture(scope="module")
-def two():
-    with LocalRanks(2, preload=["titan_cases"]) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV"])
@@ -70,12 +65,6 @@ def test_sharded_stages_equal_torchtitans_own():
 
 
 SPREAD = Case("llama3", "ZBVZeroBubble", tensor=2, steps=2, spmd_backend="partial_dtensor")
-
-
-@pytest.fixture(scope="module")
-def four():
-    with LocalRanks(4, preload=["titan_cases"]) as ranks:
-        yield ranks
 
 
 @pytest.mark.parametrize("model", ["llama3", "qwen3"])
