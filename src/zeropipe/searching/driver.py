@@ -20,8 +20,9 @@ from zeropipe.searching.candidates.registered import registered_schedules, seque
 from zeropipe.searching.candidates.rules import dispatched_candidates
 from zeropipe.searching.evaluator import Candidate, Evaluator, best_of
 from zeropipe.searching.local_search import AT_BOUND, Effort, local_search
+from zeropipe.searching.overlap_search import OverlapSearch
 from zeropipe.searching.tables import Array
-from zeropipe.searching.task import SearchTask, pass_starts, schedule_passes
+from zeropipe.searching.task import SearchTask, pass_starts, schedule_passes, timeline_value
 from zeropipe.sim.fill import fill_gaps
 from zeropipe.sim.simulate import simulate
 
@@ -40,6 +41,8 @@ MAIN_TIME, MAIN_TIME_LEFT = 0.6, 0.15  # for the limit itself; all of it where l
 GAP_TIME = 0.6  # for better bounds and wide beams
 SMALLER_TIME = 0.5  # for smaller limits
 SOLVER_TIME = 0.8  # of a subproblem that the solver takes on
+MAX_JOINED = 2  # candidates of a subproblem whose orders are taken for Overlaps
+OVERLAP_TIME = 0.5  # of a subproblem whose Overlaps save time
 
 # gaps: value over bound
 OPEN_GAP = 1.02  # above it the bound gets more effort
@@ -63,11 +66,6 @@ class Progress(NamedTuple):
         return relative_gap(self.value, self.bound)
 
 
-def timeline_value(timeline: Timeline, minimizes_span: bool) -> float:
-    """Return the longest rank's span, or the makespan."""
-    return max(timeline.rank_span) if minimizes_span else timeline.makespan
-
-
 def relative_gap(value: float, bound: float) -> float:
     """Return value / bound - 1, and 0 where they differ by rounding."""
     if value <= bound * AT_BOUND:
@@ -85,6 +83,7 @@ class Subproblem:
     candidates: list[Candidate] | None = None  # the best first; None until they are searched
     beams: Iterator[tuple[int, Candidate | None]] | None = None
     beam_seconds: float = 0.0  # that the next beams may take
+    overlaps: OverlapSearch | None = None
 
 
 class SearchDriver:
@@ -200,8 +199,12 @@ class SearchDriver:
             now = self.elapsed
             end = now + max(0.0, until - now) / (len(subproblems) - number)
             is_small = sub.task.num_actions <= MAX_SOLVER_ACTIONS and sub.task.is_split_best and solver.is_available()
+            has_overlaps = sub.task.has_overlap_savings
             if not self._is_over and sub.bound * AT_BOUND < self._value:
-                self._search(sub, end - (SOLVER_TIME * (end - now) if is_small else 0.0))
+                rest = SOLVER_TIME if is_small else OVERLAP_TIME if has_overlaps else 0.0
+                self._search(sub, end - rest * (end - now))
+            if has_overlaps and not self._is_over and sub.bound * AT_BOUND < self._value:
+                self._search_overlaps(sub, end)
             if is_small and not self._is_over and self._round == 0:
                 self._solve(sub, end)
 
@@ -256,6 +259,19 @@ class SearchDriver:
         near = BEAM_CANDIDATE_RATIO * min([best_other, *(candidate.value for candidate in found)])
         found = [candidate for candidate in found if candidate.value <= near]
         return best_of([*candidates[: MAX_CANDIDATES - len(found)], *found], MAX_CANDIDATES)
+
+    def _search_overlaps(self, sub: Subproblem, until: float) -> None:
+        """Search for Overlaps, from the registered schedules and the best candidates."""
+
+        def is_late() -> bool:
+            return self._tick(self._value, until)
+
+        if sub.overlaps is None:
+            sub.overlaps = OverlapSearch(sub.task, self._seed, self._offer)
+            sub.overlaps.add_schedules(registered_schedules(sub.task), is_late)
+        best = (sub.task.to_schedule(one.rows, one.min_fit) for one in (sub.candidates or ())[:MAX_JOINED])
+        sub.overlaps.add_schedules(best, is_late)
+        sub.overlaps.improve(float("inf") if self._steps is None else self._steps, is_late)
 
     def _solve(self, sub: Subproblem, until: float) -> None:
         """Let the solver improve the value, and the bound."""

@@ -16,9 +16,9 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import count_text
 from zeropipe.core.workers import count_cores
 from zeropipe.errors import ConfigError, require_positive_integers, short
-from zeropipe.searching.driver import TICK_SECONDS, Progress, SearchDriver, relative_gap, timeline_value
+from zeropipe.searching.driver import TICK_SECONDS, Progress, SearchDriver, relative_gap
 from zeropipe.searching.sliced import SlicedTask, search_sliced
-from zeropipe.searching.task import SearchTask
+from zeropipe.searching.task import SearchTask, timeline_value
 from zeropipe.searching.warm_kernels import warm_kernels
 from zeropipe.sim.costs import Costs, require_stage_costs
 from zeropipe.sim.simulate import simulate

@@ -67,12 +67,29 @@ class SearchTask:
     @cached_property
     def phase_savings(self) -> Array:
         """The most that an Overlap with an F or a backward of each stage saves because of phases."""
+        pairs = self._pair_savings.max(axis=0)
+        return np.asarray(np.maximum(pairs.max(axis=0), pairs.max(axis=1)))
+
+    @cached_property
+    def savings_by_w(self) -> Array:
+        """How much more an Overlap with a B of each stage saves at least than one with its I, because of phases."""
+        without, whole = self._pair_savings
+        return np.asarray(np.maximum(0.0, (whole - without).min(axis=0)))
+
+    @cached_property
+    def _pair_savings(self) -> Array:
+        """What Overlaps save because of phases: with an I and with a B, by the stage of the F and that of the other."""
         classes, savings = phase_savings(self.costs, self.num_stages)
         if not classes:
-            return np.zeros(self.num_stages)
+            return np.zeros((2, self.num_stages, self.num_stages))
         size = max(classes) + 1
-        pairs = np.array(savings).reshape(2, size, size).max(axis=0)[np.ix_(classes, classes)]
-        return np.asarray(np.maximum(pairs.max(axis=0), pairs.max(axis=1)))
+        return np.array(savings).reshape(2, size, size)[:, classes][:, :, classes]
+
+    @cached_property
+    def has_overlap_savings(self) -> bool:
+        """Whether some Overlap is faster than its two actions one after the other."""
+        f, b, overlap = (np.array(self.costs.column(name, self.num_stages)) for name in ("f", "b", "overlap"))
+        return bool(np.any(f + b > overlap) or self.phase_savings.any())
 
     @property
     def memory_limits(self) -> tuple[float, ...]:
@@ -205,6 +222,11 @@ class SearchTask:
             counts.append(count)
             count = max(count + 1, round(count * LIMIT_RATIO))
         return [base + count * activation for count in reversed(counts)]
+
+
+def timeline_value(timeline: Timeline, minimizes_span: bool) -> float:
+    """Return the longest rank's span, or the makespan."""
+    return max(timeline.rank_span) if minimizes_span else timeline.makespan
 
 
 def _occurrence(values: Array) -> Array:

@@ -24,6 +24,8 @@ class EarliestTimes(NamedTuple):
     stash: Array  # of each stage
     start: Array  # of each pass
     to_end: Array  # least time from the start of each pass to the end of everything
+    alone: Array  # how much longer each pass takes in no Overlap
+    w_apart: Array  # of each stage: how much less its Overlaps save if its W is in none of them
 
 
 def earliest_times(task: SearchTask) -> EarliestTimes:
@@ -35,9 +37,10 @@ def earliest_times(task: SearchTask) -> EarliestTimes:
     half_saved = np.maximum(np.maximum(f + b - overlap, 0), task.phase_savings) / 2
     full, first = np.minimum(b, i + w), np.minimum(i, b)
     excess = max(0.0, float((half_saved - f).max()), float((half_saved - first).max()))
-    f, i = (np.maximum(0, time - half_saved - np.where(half_saved > 0, excess, 0)) for time in (f, first))
+    least_f, least_i = (np.maximum(0, time - half_saved - np.where(half_saved > 0, excess, 0)) for time in (f, first))
     w = np.maximum(0, full - first)
-    duration, lag = np.concatenate([f, i[::-1]]), tables.lag
+    duration, lag = np.concatenate([least_f, least_i[::-1]]), tables.lag
+    alone = np.concatenate([f, first[::-1]]) - duration
     if tables.blocking:  # a message is part of the sender's work
         duration, lag = duration + lag, np.zeros_like(lag)
     to_end, after = np.zeros(2 * num_stages), 0.0
@@ -50,7 +53,8 @@ def earliest_times(task: SearchTask) -> EarliestTimes:
     return EarliestTimes(
         duration=duration, lag=lag, w_duration=w,
         stash=np.minimum(costs.column("stash", num_stages), costs.column("activation", num_stages)),
-        start=np.concatenate([[0.0], np.cumsum(duration + lag)[:-1]]), to_end=to_end,
+        start=np.concatenate([[0.0], np.cumsum(duration + lag)[:-1]]), to_end=to_end, alone=alone,
+        w_apart=np.minimum(half_saved, task.savings_by_w),
     )  # fmt: skip
 
 
@@ -62,11 +66,14 @@ def max_unfinished_send(task: SearchTask) -> float:
 def time_after_last_i(task: SearchTask, times: EarliestTimes, stage: int) -> float:
     """Return the least time from the last I of `stage`, the first of its rank, to the end of what counts.
 
-    For spans: to the end of the span of a rank before it, less how much earlier that span began.
+    For spans: to the end of the span of a rank before it, less how much earlier that span began. Where the ranks before
+    it have one of the first stages each, the I that follow are the last ones of their ranks, so they run alone.
     """
     stages = np.arange(stage + 1)
     i = task.last_pass - stages
     ends = times.start[i] + times.duration[i] + times.w_duration[stages]
+    if task.has_fixed_starts:
+        ends[:-1] += np.cumsum(times.alone[i[:-1]][::-1])[::-1]
     if task.minimizes_span:
         firsts = np.array(task.first_stages)[task.tables.rank[stages]]
         ends = ends + times.start[stage] - times.start[firsts]
@@ -102,8 +109,26 @@ def rank_bound(task: SearchTask, times: EarliestTimes, rank: int) -> float:
     stages = np.array(task.placement.stages_of(rank))
     i, start = task.last_pass - stages, float(times.start[stages[0]])
     path = float((times.start[i] + times.duration[i] + times.w_duration[stages]).max()) - start
-    span = max(path, float(rank_times(task, times, rank, in_parts=True)[-1]))
+    span = max(path, float(rank_times(task, times, rank, in_parts=True)[-1]), _overlap_time(task, times, rank))
+    if task.has_fixed_starts:  # the first F of the ranks before it run alone
+        start += float(times.alone[: stages[0]].sum())
     return span + (0.0 if task.minimizes_span else start) - max_unfinished_send(task)
+
+
+def _overlap_time(task: SearchTask, times: EarliestTimes, rank: int) -> float:
+    """Return the least time from a rank's first F to the end of everything, by what no Overlap can save.
+
+    The first F and the last I of a rank are in no Overlap. Nor is a W that runs after the last I, while ranks before
+    it finish: but for the W of that I, an Overlap without it saves less.
+    """
+    stages = np.array(task.placement.stages_of(rank))
+    first, w = stages[0], times.w_duration[stages]
+    i = task.last_pass - stages
+    work = task.num_microbatches * float((times.duration[stages] + times.duration[i] + w).sum())
+    alone = float(times.alone[first] + times.alone[task.last_pass - first])
+    loss = min((float(apart / time) for apart, time in zip(times.w_apart[stages], w) if time > 0), default=1.0)
+    late = max(0.0, time_after_last_i(task, times, int(first)) - float(times.w_duration[first]))
+    return work + float(warm_up_times(task, times, rank)[0][-1]) + alone + min(1.0, loss) * late
 
 
 def rank_limits(task: SearchTask, times: EarliestTimes, rank: int) -> RankLimits:
