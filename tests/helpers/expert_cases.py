@@ -312,3 +312,15 @@ def struck_in_experts(
         for step in range(10**6):
             data = tokens(schedule.num_microbatches, mesh["dp_shard"].get_local_rank(), step, False)
             engine.train_step(data, CausalLMLoss())
+
+
+def recorded_with_ep(schedule: Schedule, sizes: dict[str, int], options: dict[str, Any]) -> Any:
+    """The timeline of a recorded step, after one that is not."""
+    mesh = mesh_of(sizes)
+    stages = hf_stages(config_of("qwen3_moe"), schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0)
+    parallelize(stages, mesh, ep=2)
+    data = tokens(schedule.num_microbatches, pipeline_index(mesh, sizes), 0, False)
+    with Engine(schedule, stages, mesh=mesh, record=True, **options) as engine:
+        engine.train_step(data, CausalLMLoss())
+        engine.train_step(data, CausalLMLoss())
+        return engine.timeline()

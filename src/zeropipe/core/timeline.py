@@ -100,8 +100,11 @@ class Timeline:
                 forward = None
 
     def phase_spans(self, step: tuple[Span, ...]) -> Iterator[PhaseSpan]:
-        """The phases in time of a step; what it has beside its layers comes before an embedding's or after a head's."""
-        if self.phases is None:
+        """The phases in time of a step; what it has beside its layers comes before an embedding's or after a head's.
+
+        None of a measured step: phases are measured as means.
+        """
+        if self.phases is None or self.measured:
             return
         actions = tuple(span.action for span in step)
         spans = walk_step(self.phases, actions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 from statistics import median
 from typing import Any
@@ -35,7 +35,8 @@ def fit(timeline: Timeline) -> Costs:
         for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
     )
     w = [time * timeline.schedule.problem.num_weight_parts for time in w]
-    if not any(span.action.kind is Kind.I for step in steps for span in step):
+    is_split = any(span.action.kind is Kind.I for step in steps for span in step)
+    if not is_split:
         i = w = [time / 2 for time in b]  # an assumption, for schedules with split backward
     else:
         b = [time if (Kind.B, s) in durations else i[s] + w[s] for s, time in enumerate(b)]
@@ -43,10 +44,30 @@ def fit(timeline: Timeline) -> Costs:
     activation, stash = ([num_slices * size for size in sizes] for sizes in (activation, stash))
     sharding = {} if timeline.sharding is None else _fit_sharding(timeline, timeline.sharding, durations)
     return Costs(
-        f=f, i=i, w=w, b=b, overlap=_fit_overlap(steps, f, b, overhead), p2p=find_reasons(timeline).message,
+        **_fit_times(timeline, steps, (f, b, i, w), overhead, is_split), p2p=find_reasons(timeline).message,
         activation=activation, stash=stash, weights=weights, memory_limit=timeline.memory_limit,
         unit=timeline.unit, memory_unit=timeline.memory_unit, **sharding, **_fit_offloading(timeline),
     )  # fmt: skip
+
+
+def _fit_times(
+    timeline: Timeline, steps: list[tuple[Span, ...]], times: Sequence[list[float]], overhead: float, is_split: bool
+) -> dict[str, Any]:
+    """The fields of Costs for F, B, I and W of each stage, and for Overlaps: by phases if they are known."""
+    f, b, i, w = times
+    if timeline.phases is None:
+        return {"f": f, "b": b, "i": i, "w": w, "overlap": _fit_overlap(steps, f, b, overhead)}
+    stages = timeline.phases.stages
+    least_f, least_i, least_w = (
+        [sum(layer.total(kind) for layer in layers) for layers in stages] for kind in (Kind.F, Kind.I, Kind.W)
+    )
+    if not is_split:
+        w = least_w
+        i = [whole - part for whole, part in zip(b, w)]
+    return {
+        "f": list(map(max, f, least_f)), "i": list(map(max, i, least_i)), "w": list(map(max, w, least_w)),
+        "phases": stages, "sm_tax": timeline.phases.sm_tax,
+    }  # fmt: skip
 
 
 def overhead_per_action(timeline: Timeline) -> float:

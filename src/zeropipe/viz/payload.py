@@ -70,7 +70,7 @@ def _timeline(timeline: Timeline, shades: list[list[int]]) -> dict[str, Any]:
         "memoryLimit": timeline.memory_limit,
         "overLimit": list(timeline.over_limit),
         "message": explain.find_reasons(timeline).message,
-        **({"phases": _phases(timeline)} if timeline.phases else {}),
+        **({"phases": _phases(timeline)} if timeline.phases and not timeline.measured else {}),
         **(_lane(timeline) if has_lane(timeline) else {}),
         "columns": {name: column.type for name, column in columns.items()},
         "lengths": [column.length for column in columns.values()],

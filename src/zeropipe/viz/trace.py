@@ -91,7 +91,7 @@ def _names(timeline: Timeline, process: int) -> Iterator[Event]:
 
 def _phases(timeline: Timeline, process: int, factor: float) -> Iterator[Event]:
     """The phases of layers, on two more tracks of each rank: computations, and exchanges."""
-    for rank in range(timeline.num_ranks) if timeline.phases else ():
+    for rank in range(timeline.num_ranks) if timeline.phases and not timeline.measured else ():
         tracks = [(2 + n) * timeline.num_ranks + rank + 1 for n in range(2)]
         for track, name in zip(tracks, ("phases", "exchanges"), strict=True):
             named = {"ph": "M", "pid": process, "tid": track}

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeropipe.engine.backward import turns
+from zeropipe.engine.backward.exchange_times import COUNTS, RETURN, timed_exchange
 from zeropipe.engine.backward.turn_times import COMBINE, DISPATCH
 from zeropipe.engine.torch_private import comm as torch_comm
 
@@ -69,22 +70,23 @@ class ExpertGroup(NamedTuple):
 @torch.library.custom_op("zeropipe::exchange_counts", mutates_args=())
 def exchange_counts(counts: Tensor, rows: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
     """One row of counts to each process: see `Exchange.exchange_counts`."""
-    if counts.is_cuda:
-        _mark_computed(rows)
-    even = [1] * len(counts)
-    pending = torch_comm.start_exchange(counts, even, even, group)
-    if not counts.is_cuda:
-        turns.turn()
-    arriving = torch_comm.finish(pending)
-    splits = torch.stack([counts[:, 0].long(), arriving[:, 0].long(), arriving[:, 1:].sum(1)])
-    if counts.is_cuda:
-        host = torch.empty_like(splits, device="cpu", pin_memory=True)
-        host.copy_(splits, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        turns.turn()  # the device has work of the other computation when the host waits
-        copied.synchronize()
-        splits = host
+    with timed_exchange(COUNTS):
+        if counts.is_cuda:
+            _mark_computed(rows)
+        even = [1] * len(counts)
+        pending = torch_comm.start_exchange(counts, even, even, group)
+        if not counts.is_cuda:
+            turns.turn()
+        arriving = torch_comm.finish(pending)
+        splits = torch.stack([counts[:, 0].long(), arriving[:, 0].long(), arriving[:, 1:].sum(1)])
+        if counts.is_cuda:
+            host = torch.empty_like(splits, device="cpu", pin_memory=True)
+            host.copy_(splits, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+            turns.turn()  # the device has work of the other computation when the host waits
+            copied.synchronize()
+            splits = host
     return arriving, splits[:2].clone(), splits[2].sum()
 
 
@@ -104,9 +106,10 @@ def exchange(x: Tensor, splits: Tensor, num_rows: int | None, group: str, turn_f
         turns.turn(is_waiting=False)
     sent, received = splits.tolist()
     message = DISPATCH if turn_first or num_rows is None else COMBINE
-    pending = _start(x[: sum(sent)], sent, received, group)
-    turns.turn(message=message)
-    rows = torch_comm.finish(pending)
+    with timed_exchange(RETURN if turn_first else message):
+        pending = _start(x[: sum(sent)], sent, received, group)
+        turns.turn(message=message)
+        rows = torch_comm.finish(pending)
     turns.resume(message)
     if num_rows is None or num_rows == len(rows):
         return rows

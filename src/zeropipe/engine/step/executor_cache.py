@@ -65,7 +65,7 @@ class ExecutorCache:
             watchers.append(FiniteCheck())
         if use == "record":
             self.recorder = self.recorder or Recorder(
-                context.device, context.parameters, context.splitter, context.shards
+                context.device, context.parameters, context.splitter, context.shards, context.schedule.num_stages - 1
             )
             watchers.append(self.recorder)
         return Executor(context, program, use, watchers)

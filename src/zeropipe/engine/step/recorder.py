@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeropipe.core.action import Action, Kind, Overlap, W
 from zeropipe.core.offload_timeline import Offloading
-from zeropipe.core.packed import PackedRows, kind_of, pack
+from zeropipe.core.packed import PackedRows, kind_of, microbatch_of, pack, stage_of
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.shard_timeline import Sharding
 from zeropipe.core.timeline import Memory, Timeline
@@ -28,6 +28,7 @@ from zeropipe.engine.step.clock import Clock
 from zeropipe.engine.step.copy_recorder import CopyRecorder
 from zeropipe.engine.step.event_columns import EventColumns, join_events, pack_events
 from zeropipe.engine.step.offload import Copy
+from zeropipe.engine.step.phase_recorder import PhaseRecorder, join_phases
 from zeropipe.engine.step.shard_recorder import ShardRecorder
 from zeropipe.engine.step.watchers import Watcher
 from zeropipe.engine.timing import elapsed_seconds, mark_time
@@ -51,10 +52,15 @@ class Recorder(Watcher):
     """Times every action of one rank: host clock on CPU, events on CUDA."""
 
     def __init__(
-        self, device: torch.device, parameters: Sequence[Tensor], splitter: Splitter, shards: Mapping[int, ShardedStage]
+        self,
+        device: torch.device,
+        parameters: Sequence[Tensor],
+        splitter: Splitter,
+        shards: Mapping[int, ShardedStage],
+        last_stage: int,
     ) -> None:
         self._device, self._splitter, self.shards = device, splitter, ShardRecorder(device, shards)
-        self._copies = CopyRecorder(device)
+        self._copies, self.phases = CopyRecorder(device), PhaseRecorder(device, last_stage)
         self._parameters = parameters
         # start, end, actions, memory during, memory after
         self._marks: list[tuple[Any, Any, Sequence[Action], Any, int]] = []
@@ -68,6 +74,7 @@ class Recorder(Watcher):
         """Start recording a step; the previous one is deleted."""
         self.shards.begin()
         self._copies.events.clear()
+        self.phases.begin()
         self._marks.clear()
         self._saved_bytes.clear()
         self._pending_bytes.clear()
@@ -97,6 +104,7 @@ class Recorder(Watcher):
         return self._copies.wrap(counted, action, stream)
 
     def wrap(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
+        call = self.phases.wrap(call, actions)
         return self._on_cuda(call, actions) if self._device.type == "cuda" else self._on_cpu(call, actions, cells)
 
     def _on_cpu(self, call: Call, actions: Sequence[Action], cells: Sequence[Cell]) -> Call:
@@ -176,9 +184,10 @@ class Recorder(Watcher):
 def gather_timeline(recorder: Recorder, schedule: Schedule, comm: Communicator, clock: Clock) -> Timeline:
     """The Timeline of all ranks on rank 0's clock; every rank calls this and gets it."""
     columns = [array(kind, column).tobytes() for kind, column in zip(COLUMN_TYPES, zip(*recorder.rows(clock)))]
-    everyone = comm.exchange((columns, *recorder.event_columns(clock), recorder.shards.num_units))
+    own = (columns, *recorder.event_columns(clock), recorder.shards.num_units, recorder.phases.measured())
+    everyone = comm.exchange(own)
     pipeline = [everyone[rank] for rank in comm.layout.pipeline]
-    recorded, shards, copies, num_units = zip(*pipeline)
+    recorded, shards, copies, num_units, phases = zip(*pipeline)
     rows = [[RecordedAction(*values) for values in zip(*map(_to_array, COLUMN_TYPES, row))] for row in recorded]
     schedule, rows = _fit_schedule(schedule, rows)
     actions = [action for row in rows for action in row]
@@ -194,7 +203,18 @@ def gather_timeline(recorder: Recorder, schedule: Schedule, comm: Communicator, 
         measured=True,
         sharding=None if sharding is None else Sharding(*sharding, max(num_units)),
         offloading=None if offloading is None else Offloading(*offloading),
+        phases=join_phases(phases, _mean_weights(actions), schedule.num_stages),
     )
+
+
+def _mean_weights(actions: Iterable[RecordedAction]) -> dict[int, float]:
+    """The mean time of all parts of the W of a microbatch, by stage."""
+    times, microbatches = defaultdict[int, float](float), defaultdict[int, set[int]](set)
+    for action in actions:
+        if kind_of(action.code) == W:
+            times[stage_of(action.code)] += action.end - action.start
+            microbatches[stage_of(action.code)].add(microbatch_of(action.code))
+    return {stage: time / len(microbatches[stage]) for stage, time in times.items()}
 
 
 def _to_bytes(values: Iterable[float]) -> bytes:
