@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from zeropipe.core.mesh import DATA_DIMENSIONS
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, LogProbabilities, hf_model, hf_stages, parallelize
+from zeropipe.engine.backward import turns
+from zeropipe.engine.mesh import tp_collectives
 from zeropipe.engine.mesh.cp_attention import SplitAttention, attend
 from zeropipe.engine.mesh.ring_attention import attend_around_ring
 from zeropipe.engine.mesh.tp_check import SimulatedTP
@@ -59,6 +62,22 @@ def train_on_cp(
     stages = hf_stages(config, schedule, mesh["pp"].get_local_rank() if "pp" in sizes else 0, attention=attention)
     parallelize(stages, mesh, **spreading)
     return train_beside(plain, schedule, stages, sizes, batches, options, steps)
+
+
+def train_in_turns(*job: Any) -> dict[str, float]:
+    """`train_on_cp` with Overlaps in turns. `changes`: how often an exchange of attention began by another side.
+
+    Sides are the forward and the backward of an Overlap, so a number of 0 means that none took turns.
+    """
+    sides, finish = list[int | None](), tp_collectives._finish
+
+    def noted(pending: Tensor) -> Tensor:
+        sides.append(turns.running())
+        return finish(pending)
+
+    with mock.patch.object(tp_collectives, "_finish", noted):
+        seen = train_on_cp(*job)
+    return seen | {"changes": float(sum({one, other} == {0, 1} for one, other in pairwise(sides)))}
 
 
 def train_beside(

@@ -101,6 +101,31 @@ def test_weights_are_sharded_over_cp_too(sizes, name, batches, options):
     assert max(seen.values()) < TOLERANCE, seen
 
 
+@pytest.mark.parametrize(
+    "sizes, name, exchange, ac",
+    [
+        ({"pp": 1, "cp": 2}, "1f1b-overlap", "heads", "none"),
+        *(
+            pytest.param(sizes, name, exchange, ac, marks=pytest.mark.full)
+            for sizes, name in (
+                ({"pp": 1, "cp": 2}, "1f1b-overlap"),
+                (PP_CP, "dualpipev"),
+                (PP_CP, "interleaved-overlap"),
+            )
+            for exchange in ("heads", "gather")
+            for ac in ("none", "full", "selective:op")
+        ),
+    ],
+)
+def test_forward_and_backward_take_turns_at_exchanges_of_attention(sizes, name, exchange, ac):
+    schedule = zp.build(name, ranks=sizes["pp"], microbatches=4)
+    options = {"overlap": "turns", "ac": ac}
+    job = (schedule, sizes, "qwen3", {"num_hidden_layers": 4}, {}, {"cp_exchange": exchange}, options, 2)
+    found = ranks(prod(sizes.values())).run(cases.train_in_turns, *job, timeout=280)
+    assert all(seen.pop("changes") > 0 for seen in found)
+    assert max(largest(found).values()) < TOLERANCE, found
+
+
 @pytest.mark.parametrize("exchange", ["heads", pytest.param("gather", marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["mixtral", *(pytest.param(k, marks=pytest.mark.full) for k in ("gpt_oss", "gemma2"))])
 def test_families(kind, exchange):
