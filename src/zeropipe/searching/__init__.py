@@ -6,6 +6,7 @@
 - `evaluator`, `row_kernels`: simulate rows, or write them by a dispatch rule.
 - `candidates`: schedules to start from.
 - `local_search`, `local_search_kernel`: simulated annealing over rows and over dispatch rules.
+- `overlap_search`: which F and B of a rank run together as Overlaps.
 - `bounds`: proven lower bounds.
 - `solver`: CP-SAT on small tasks.
 - `sliced`: schedules with slices of sequences, by lags of each rank.

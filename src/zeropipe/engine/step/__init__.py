@@ -17,6 +17,7 @@ equal             comparison of values that must be equal on several ranks
 watchers          labels for torch.profiler, the check for NaN
 recorder          the recorded Timeline
 shard_recorder    gathers and reductions of sharded stages in it
+phase_recorder    phases of layers with divided experts in it
 copy_recorder     copies of activations in it
 event_columns     both, packed to be sent to other ranks
 clock             the clocks of several machines
