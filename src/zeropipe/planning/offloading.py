@@ -11,7 +11,7 @@ from zeropipe.planning.context import PlanContext
 from zeropipe.planning.rows import Candidate, PlanRow
 
 HOST_MEMORY = 128e9  # bytes that the activations of a GPU may have: half of its part of a machine with 2 TB and 8 GPUs
-MAX_CANDIDATES = 60  # with offload, the fastest without it: each is simulated several times
+MAX_CANDIDATES = 24  # with offload, the fastest without it: each is simulated several times
 
 
 def offloaded_candidates(

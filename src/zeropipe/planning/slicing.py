@@ -18,7 +18,7 @@ from zeropipe.planning.context import PlanContext
 from zeropipe.planning.rows import Candidate, PlanRow, Run
 from zeropipe.schedules.registry import entries, find
 
-MAX_CANDIDATES = 120  # with slices, those with the least time
+MAX_CANDIDATES = 60  # with slices, those with the least time
 MIN_SLICE = 4096  # tokens of a slice on average: products of fewer are slower than a part of the whole
 
 
