@@ -37,6 +37,7 @@ from zeropipe.train.loop.optimizer import make_optimizer
 from zeropipe.train.loop.setup import build_stages, find_position, make_engine
 from zeropipe.train.stage_costs import master_bytes
 
+NEAR_PEAK = 0.95  # of the peak of a step: peaks of actions that are one to a prediction within 10%
 ITEMS = ("weights", "gradients", "optimizer", "activations", "workspace")
 
 
@@ -92,10 +93,12 @@ class Meter:
         self._known |= {tensor.untyped_storage()._cdata for one in data for tensor in one.values()}
         self._constant = dict.fromkeys(self._known, 0) | self._shards  # whenever operators read them first
         self._largest_total = 0  # of all live storages, at the peak
-        self._peak: dict[str, float] | None = None  # of the action that runs, if that is the peak of the step
+        self._runs = False  # an action
+        self._peak: tuple[float, dict[str, float]] | None = None  # of the action that runs, if it is near the largest
         self._most_gathered = self._most_gradients = 0
         self._rolls = engine.options.gradients != "whole"  # gradients are whole within actions only
-        self.items: dict[str, float] = {}  # at the peak
+        self._reducing: set[int] = set()  # storages of gradients that FSDP has taken to reduce them
+        self._peaks: list[tuple[float, dict[str, float]]] = []  # the largest totals of actions, and the items then
         self.largest: dict[str, float] = {}  # of each item, at any time between actions
 
     def measure(self) -> dict[str, float]:
@@ -104,20 +107,36 @@ class Meter:
         for unit in self._units:
             weights |= {storage._cdata: storage.nbytes() for storage in fsdp_private.weight_storages(unit)}
             gradients |= {storage._cdata: storage.nbytes() for storage in fsdp_private.gradient_storages(unit)}
+        sizes = self.live.sizes()
+        gradients |= {key: sizes[key] for key in self._reducing & sizes.keys()}
         known = weights.keys() | gradients.keys() | self._known
-        other = sum(size for key, size in self.live.sizes().items() if key not in known)
+        other = sum(size for key, size in sizes.items() if key not in known)
         return {"weights": sum(weights.values()), "gradients": sum(gradients.values()), "other": other}
 
     def run(self, call: Callable[[], None]) -> None:
         """Run an action: of its peak, "activations" are what was there before it, or what of it remains."""
         before = self._at_rest()
-        self._peak = {}
+        self._runs, self._peak = True, None
         call()
-        peak, self._peak = self._peak, None
+        self._runs = False
         kept = max(before, self._at_rest())
-        if peak:
-            other = peak.pop("other")
-            self.items = {**peak, "activations": min(kept, other), "workspace": max(0.0, other - kept)}
+        if self._peak:
+            total, items = self._peak
+            other = items.pop("other")
+            items |= {"activations": min(kept, other), "workspace": max(0.0, other - kept)}
+            self._peaks.append((total, items))
+
+    @property
+    def near_peak(self) -> list[dict[str, float]]:
+        """The items at the peaks of those actions whose peaks are near the largest, which comes first."""
+        found = [one for one in self._peaks if one[0] >= NEAR_PEAK * self._largest_total]
+        return [items for _, items in sorted(found, key=lambda one: -one[0])]
+
+    def reduce(self, call: Callable[[Any], None], unit: Any) -> None:
+        """Reduce the gradients of a unit, which are its gradients until they are copied into a message."""
+        self._reducing = {storage._cdata for storage in fsdp_private.gradient_storages(unit)}
+        call(unit)
+        self._reducing = set()
 
     def _at_rest(self) -> float:
         """The bytes of microbatches between two actions; the largest sizes of items are updated."""
@@ -136,7 +155,7 @@ class Meter:
         return sum(found.values())
 
     def _on_result(self) -> None:
-        if self._peak is None:
+        if not self._runs:
             return
         storages = (storage for unit in self._units for storage in fsdp_private.weight_storages(unit))
         weights = {storage._cdata: storage.nbytes() for storage in storages}
@@ -144,8 +163,8 @@ class Meter:
         if self._rolls:
             self._most_gradients = max(self._most_gradients, self._count_gradients())
         total = self.live.total_with(self._constant | weights)
-        if total > self._largest_total:
-            self._largest_total, self._peak = total, self.measure()
+        if total > (NEAR_PEAK * self._largest_total if self._peak is None else self._peak[0]):
+            self._largest_total, self._peak = max(total, self._largest_total), (total, self.measure())
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -187,16 +206,25 @@ def _run_each(executor: Executor, calls: Sequence[Callable[[], None]], cells: An
     return executor._streams.run_together([partial(MeterActions._measure, call) for call in calls], cells)
 
 
+def _reduce(call: Callable[[Any], None], unit: Any) -> None:
+    """In place of fsdp_private.reduce."""
+    meter = MeterActions.meter
+    if meter is None:
+        call(unit)
+    else:
+        meter.reduce(call, unit)
+
+
 class Measured(NamedTuple):
-    """The bytes of a process by item: at the peak of a step, and the most of each at any time of it."""
+    """The bytes of a process by item: at the peak of a step and near it, and the most of each at any time."""
 
     rank: int  # in its pipeline
-    at_peak: dict[str, float]
+    near_peak: list[dict[str, float]]  # at the peak of the step, then at those of other actions that need as much
     largest: dict[str, float]
 
     @property
     def peak(self) -> float:
-        return sum(self.at_peak.values())
+        return sum(self.near_peak[0].values())
 
 
 def measure_step(config: RunConfig) -> Measured:
@@ -210,6 +238,7 @@ def measure_step(config: RunConfig) -> Measured:
     with (
         mock.patch.object(executor_cache, "ProfilerLabels", MeterActions),
         mock.patch.object(Executor, "_run_both", _run_each),
+        mock.patch.object(fsdp_private, "reduce", partial(_reduce, fsdp_private.reduce)),
         mock.patch.object(setup, "Engine", in_order),
         mock.patch.object(cp_attention, "triangle_mask", _triangle),
         make_engine(config, position, stages) as engine,
@@ -227,9 +256,9 @@ def measure_step(config: RunConfig) -> Measured:
         masters = 0.0
         if config.mesh.num_shards > 1 and master_bytes(config):  # the shards are the master weights
             masters = sum(_sizes(map(_local, engine.parameters())).values())
-    found = (meter.items, {**meter.largest, "workspace": meter.items["workspace"]})
-    changes = ({"weights": items["weights"] - masters, "optimizer": state + masters} for items in found)
-    return Measured(position.rank, *(items | change for items, change in zip(found, changes, strict=True)))
+    found = [*meter.near_peak, {**meter.largest, "workspace": meter.near_peak[0]["workspace"]}]
+    *near, largest = (items | {"weights": items["weights"] - masters, "optimizer": state + masters} for items in found)
+    return Measured(position.rank, near, largest)
 
 
 def _triangle(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -257,15 +286,17 @@ def bytes_under_way(config: RunConfig) -> float:
 def errors(predicted: dict[str, float], measured: Measured, under_way: float = 0.0) -> dict[str, float]:
     """The relative error of each item, and of the peak. A column holds at the peak, or whenever the item is largest.
 
+    Actions whose peaks differ by less than 5% are one peak: a prediction need not name the larger one.
+
     An item that is less than a tenth of the peak is compared with that tenth; workspace, which only single operators
     need, with the peak. `under_way` is subtracted from measured activations.
     """
     found = {"peak": sum(predicted.values()) / measured.peak - 1} if "workspace" in predicted else {}
     for name in ITEMS if found else ITEMS[:3]:  # of a run without a prediction, what does not depend on its times
-        value, bounds = predicted[name], sorted((measured.at_peak[name], measured.largest[name]))
+        value, bounds = predicted[name], sorted(items[name] for items in (*measured.near_peak, measured.largest))
         lowest = bounds[0] - (under_way if name == "activations" else 0.0)
-        distance = value - min(max(value, lowest), bounds[1])
-        found[name] = distance / (measured.peak if name == "workspace" else max(bounds[1], measured.peak / 10))
+        distance = value - min(max(value, lowest), bounds[-1])
+        found[name] = distance / (measured.peak if name == "workspace" else max(bounds[-1], measured.peak / 10))
     return found
 
 

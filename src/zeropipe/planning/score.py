@@ -176,16 +176,17 @@ def _copy_seconds(context: PlanContext, run: Simulation) -> float:
     return 2 * (layout.num_copies - 1) / layout.num_copies * size / bandwidth
 
 
-def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMemory:
-    """Attribute the memory of a rank at its peak."""
+def attribute_memory(context: PlanContext, run: Simulation, rank: int, has_activations: bool = True) -> RankMemory:
+    """Attribute the memory of a rank at its peak; of costs without activations, where its weights and gradients are."""
     shards, held = run.shards, run.held(rank)
     state = context.costs.state_of(run.candidate.layout.tp)
     packed, num_stages = run.timeline.schedule.packed, len(run.stages)
     column = run.resident_costs.column("weights", num_stages)
     constant = sum(column[stage] for stage in run.timeline.schedule.placement.stages_of(rank))
     levels, resident_levels = (_levels(timeline, rank) for timeline in (run.timeline, run.pipeline))
-    peak = max(levels)
-    at = levels.index(peak)
+    sizes = levels if has_activations else [one - other for one, other in zip(levels, resident_levels, strict=True)]
+    at = sizes.index(max(sizes))
+    peak = levels[at]
     step = [packed.row(rank)[at]]
     if is_joined(step[0]):  # an Overlap is at its peak as a whole
         at += 1
@@ -197,6 +198,10 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int) -> RankMe
     gradients = state.sum_bytes(held, shards)
     if shards.rest > 1:
         gradients += _full_gradients(run, rank, at)
+    if run.costs is not None:
+        gathering = SliceCosts.of(run.timeline.schedule, run.costs)
+        if sum(_workspace(gathering, code) for code in step) > workspace:
+            workspace = 0.0  # the peak is where a pass enters a block, whose message is among the weights
     weights = peak - activations - workspace - optimizer - gradients
     return RankMemory(weights, gradients, optimizer, activations, workspace)
 

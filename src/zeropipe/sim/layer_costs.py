@@ -414,6 +414,8 @@ class LayerCosts:
         weights = [resident(numbers, sizes) for numbers in split]
         forward, backward = self._message_overheads(range(len(stages)) if placement is None else placement.copies[0])
         blocks = [[chosen.kinds[kind].held for kind, n in stage if n is not None] for stage in self.stage_kinds(counts)]
+        if sizes.experts == 1:  # experts are not sharded: they are resident
+            blocks = [[one._replace(experts=0) for one in stage] for stage in blocks]
         more: dict[str, Any] = (
             {} if gather is None else self._sharding(split, blocks, gather, sizes, shard_link, gradients)
         )
@@ -427,6 +429,9 @@ class LayerCosts:
             more |= self._slicing(stages, slice_shares)
             repeated = [max((layer.repeated_keys for layer in stage), default=0.0) for stage in stages]
             workspaces = _sliced_workspaces(workspaces, repeated, slice_shares)
+        if gather == "regather":
+            messages = [max(map(self._full_bytes, stage), default=0.0) for stage in blocks]
+            workspaces = _gathering_workspaces(workspaces, stages, messages)
         return Costs(
             f=_sums(stages, lambda layer: layer.f, forward), i=_sums(stages, lambda layer: layer.i, backward),
             w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.full_backward, backward),
@@ -511,15 +516,14 @@ class LayerCosts:
         """The fields of Costs for sharded stages, from the parameters of each and of its blocks.
 
         A gather or reduction moves all but a rank's own shard. While a stage runs with "regather", it has what is
-        outside of its `blocks`, one block, and the messages of this and of the next one; before that, the messages of
-        what is outside and of one block. While a B or W runs with rolling gradients, it has those of what is outside
-        of the blocks, of one block, and of those being reduced.
+        outside of its `blocks`, one block, and the message of the next one; before that, the messages of what is
+        outside and of one block. The message of the block that a pass enters is workspace. While a B or W runs with
+        rolling gradients, it has those of what is outside of the blocks, of one block, and of those being reduced.
         """
         state = self.state
         bandwidths = [link.bandwidth * n / (n - 1) if link.bandwidth and n > 1 else None for n in shards]
         if shards.experts == 1:  # experts are not sharded: they are resident
             split = [one._replace(experts=0) for one in split]
-            blocks = [[one._replace(experts=0) for one in stage] for stage in blocks]
         full = [self._full_bytes(one) for one in split]
         sizes = [[self._full_bytes(one) for one in stage] for stage in blocks]
         gradients = [(one.trained * state.gradients, one.experts * state.gradients) for one in split]
@@ -527,7 +531,7 @@ class LayerCosts:
             "shards": gather, "units": max(1, *map(len, blocks)), "shard_bandwidth": bandwidths[0],
             "full_weights": full,
             "gathered_weights": [
-                size - sum(own) + min(3, 2 * len(own)) * max(own, default=0)
+                size - sum(own) + min(2, len(own)) * max(own, default=0)
                 for size, own in zip(full, sizes, strict=True)
             ],
             "started_weights": [
@@ -603,6 +607,15 @@ def _sliced_workspaces(
         [size + copies * longest * more for size, more in zip(sizes, repeated, strict=True)]
         for sizes, copies in zip(workspaces, (1, 2, 2), strict=True)
     ]
+
+
+def _gathering_workspaces(
+    workspaces: Sequence[Sequence[float]], stages: Sequence[Sequence[LayerCost]], messages: Sequence[float]
+) -> list[list[float]]:
+    """The same, or the message of the block that a pass enters: before F has all of its activations."""
+    missing = [max((layer.activation for layer in stage), default=0.0) for stage in stages]
+    least = [[size - later for size, later in zip(messages, missing, strict=True)], messages, messages]
+    return [list(map(max, *both)) for both in zip(workspaces, least, strict=True)]
 
 
 def _forward_workspace(layers: Sequence[LayerCost]) -> float:

@@ -213,7 +213,7 @@ def _memory(config: RunConfig, context: PlanContext, run: Simulation, rank: int,
     masters = held.count_stepped(shards) * master_bytes(config)
     if shards.rest > shards.experts == 1:  # of divided experts, only the bits that their weights do not have
         masters -= held.experts * state.saved_unsharded
-    memory = attribute_memory(context, run, rank)
+    memory = attribute_memory(context, run, rank, has_activations=has_times)
     found = {
         "weights": memory.weights, "gradients": memory.gradients, "masters": masters,
         "optimizer": memory.optimizer - masters, "activations": memory.activations, "workspace": memory.workspace,
