@@ -212,7 +212,8 @@ def count_row_actions(request: RowRequest) -> int:
     """Count the actions of the row's schedule; Refusal for more than the page takes."""
     try:
         entry = find(request.schedule)
-        count = num_actions(entry.splits_backward, request.pp, request.microbatches, request.stages_per_rank)
+        slices = request.microbatches * request.slices
+        count = num_actions(entry.splits_backward, request.pp, slices, request.stages_per_rank)
         PAGE.require_ranks(request.pp)
         PAGE.require_actions(count, entry.name)
     except ConfigError as error:
