@@ -191,3 +191,9 @@ def test_claims_of_pipeoffload(ranks):
 def test_wrong_shares(offload):
     with pytest.raises(ConfigError, match="must be auto, fit, or a share from 0 to 1"):
         zp.with_offload(zp.build("1f1b", ranks=2, microbatches=4), offload=offload)
+
+
+def test_slices_are_refused():
+    sliced = zp.build("seq1f1b", ranks=2, microbatches=4, slices=2)
+    with pytest.raises(ConfigError, match="offload=fit: .* whole microbatches, and the schedule has 2 slices; use one"):
+        zp.with_offload(sliced, offload="fit")

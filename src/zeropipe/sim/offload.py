@@ -56,6 +56,11 @@ def with_offload(
     require_schedule(schedule)
     costs = require_stage_costs(costs)
     offload = parse_offload(offload)
+    if schedule.num_slices > 1:
+        raise ConfigError(
+            f"offload={offload}: activations are copied of whole microbatches, and the schedule has "
+            f"{schedule.num_slices} slices; use one slice, or leave out offload"
+        )
     plain = replace(schedule, offloading=None)
     timeline = simulate(plain, costs)
     ranks = [_Rank(timeline, costs, rank) for rank in range(schedule.num_ranks)]

@@ -65,7 +65,7 @@ def test_families(family):
     require_equal(run(2, *pair("1f1b"), family), at_least=4)
 
 
-@pytest.mark.parametrize("shard", ["dp_shard", *full("tp", "dp_replicate")])
+@pytest.mark.parametrize("shard", ["dp_shard", *full("tp", "cp", "dp_replicate")])
 def test_mesh(shard):
     require_equal(run(4, *pair("zb-h1"), "llama", shard), at_least=4)
 
