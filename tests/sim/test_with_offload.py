@@ -195,5 +195,5 @@ def test_wrong_shares(offload):
 
 def test_slices_are_refused():
     sliced = zp.build("seq1f1b", ranks=2, microbatches=4, slices=2)
-    with pytest.raises(ConfigError, match="offload=fit: .* whole microbatches, and the schedule has 2 slices; use one"):
+    with pytest.raises(ConfigError, match=r"offload=fit: .* whole microbatches, and .* 2 slices; use one"):
         zp.with_offload(sliced, offload="fit")

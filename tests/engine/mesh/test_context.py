@@ -265,6 +265,16 @@ def test_a_ring_equals_attention_to_all_keys(size, masked, blocks, monkeypatch):
     assert max(seen.values()) < 1e-13, seen
 
 
+def test_kernels_for_parts_are_compared_with_products(monkeypatch):
+    is_right = partial_attention.is_kernel_right.__wrapped__  # without its cache
+    for dtype in (torch.float32, torch.bfloat16):
+        assert is_right(torch.device("cpu"), dtype, 16)
+    kernel = partial_attention._run_kernel_backward
+    monkeypatch.setattr(partial_attention, "_run_kernel_backward", lambda *args: [1.1 * x for x in kernel(*args)])
+    with pytest.warns(UserWarning, match=r"flash kernel differs for torch\.float32 on cpu: not used for parts"):
+        assert not is_right(torch.device("cpu"), torch.float32, 16)
+
+
 def test_a_ring_keeps_less_than_gathered_keys():
     """The most bytes at a time of what attention makes, of four processes in threads."""
     ring, gathered = (cases.attention_memory(exchange, 4) for exchange in ("ring", "gather"))

@@ -1,11 +1,14 @@
 """Attention to some of the keys, with the logarithm of each token's sum of exponentials, by which parts are merged.
 
 By torch's flash kernels where there is no mask, else by matrix products of a few queries at a time. The backward takes
-the output and the sums over all keys, so it needs nothing of the other parts.
+the output and the sums over all keys, so it needs nothing of the other parts. Before its first use on a GPU, a kernel
+is compared with the products: one that differs is not used.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -28,6 +31,10 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, part: Part) -> tuple[
     """The output, the sums, and what the backward needs. Tensors are (rows, heads, tokens, width)."""
     if not _has_kernel(query, value, part):
         return (*_attend_in_blocks(query, key, value, part), ())
+    return _run_kernel(query, key, value, part)
+
+
+def _run_kernel(query: Tensor, key: Tensor, value: Tensor, part: Part) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     key, value = (_repeat(x, query) for x in (key, value))
     if query.device.type == "cpu":
         out, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -45,11 +52,20 @@ def attend_part_backward(
     more: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys and values. `out` and `sums` are over all parts."""
-    query, key, value = tensors
+    query, _, value = tensors
     if not _has_kernel(query, value, part):
         return _differentiate_in_blocks(gradient, tensors, out, sums, part)
+    return _run_kernel_backward(gradient, tensors, out, sums, part, more)
+
+
+def _run_kernel_backward(
+    gradient: Tensor, tensors: tuple[Tensor, Tensor, Tensor], out: Tensor, sums: Tensor, part: Part,
+    more: tuple[Any, ...],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    query, key, value = tensors
     heads = key.shape[1]
     key, value = (_repeat(x, query) for x in (key, value))
+    gradient, query, out, sums = (x.contiguous() for x in (gradient, query, out, sums))  # kernels read sums in order
     if query.device.type == "cpu":
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, out, sums, 0.0, part.is_causal, attn_mask=None, scale=part.scale
@@ -68,7 +84,29 @@ def _has_kernel(query: Tensor, value: Tensor, part: Part) -> bool:
     width = query.shape[-1]
     if part.mask is not None or value.shape[-1] != width:
         return False
-    return query.device.type == "cpu" or (query.dtype.itemsize == 2 and width % 8 == 0 and width <= 256)
+    if query.device.type == "cpu":
+        return True
+    fits = query.dtype.itemsize == 2 and width % 8 == 0 and width <= 256
+    return fits and is_kernel_right(query.device, query.dtype, width)
+
+
+@functools.cache
+def is_kernel_right(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    """Whether a kernel agrees with the products, for the second half of some queries; a warning if not."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(2, 4, 64, width, generator=generator).to(device, dtype) for _ in range(4))
+    gradient, query, key, value = (x[:, :, 32:] for x in drawn)
+    for part in (Part(width**-0.5), Part(width**-0.5, is_causal=True)):
+        out, sums, more = _run_kernel(query, key, value, part)
+        wide = [x.float() for x in (query, key, value)]
+        wanted, wanted_sums = _attend_in_blocks(wide[0], wide[1], wide[2], part)
+        found = _run_kernel_backward(gradient, (query, key, value), out, sums, part, more)
+        gradients = _differentiate_in_blocks(gradient.float(), (wide[0], wide[1], wide[2]), wanted, wanted_sums, part)
+        for one, other in zip((out, sums, *found), (wanted, wanted_sums, *gradients), strict=True):
+            if not bool((one - other).abs().max() <= 0.02 * other.abs().max()):
+                warnings.warn(f"torch's flash kernel differs for {dtype} on {device}: not used for parts", stacklevel=2)
+                return False
+    return True
 
 
 def _repeat(x: Tensor, query: Tensor) -> Tensor:
