@@ -453,3 +453,9 @@ def test_several_runs_are_ranked_as_a_comparison_is(capsys):
     out = capsys.readouterr().out
     assert out.count("[odd] ★") == 2
     assert out.index("1.000") < out.index("1.333")
+
+
+def test_several_slices_are_for_plan_and_search(run):
+    status, _, err = run("simulate", "seq1f1b", "-p", 2, "-m", 4, "--slices", "2,4")
+    assert status == 2
+    assert "slices=2,4: must be a single number here; plan and search take several" in err

@@ -86,12 +86,9 @@ schedule_options = option(
     help="Option of the schedule, like group_size=4; may be repeated.",
 )  # fmt: skip
 slices = option(
-    "--slices", type=POSITIVE, group="Size", field="schedule.slices",
-    help="Slices of the sequences of each microbatch, for schedules that have them, like seq1f1b.",
-)  # fmt: skip
-several_slices = option(
     "--slices", type=INTEGERS, group="Size", field="schedule.slices",
-    help="Slices of the sequences of each microbatch to try, like 1,2,4.",
+    help="Slices of the sequences of each microbatch, for schedules that have them, like seq1f1b; plan and search take"
+    " several like 1,2,4.",
 )  # fmt: skip
 size = combine(ranks, microbatches, stages_per_rank, slices, schedule_options)
 

@@ -51,7 +51,7 @@ _ESTIMATE_ONLY = ("gpu", "sequence", "sample", "dtype", "compile", "efficiency")
 @opt.tp
 @opt.ep
 @opt.cp
-@opt.several_slices
+@opt.slices
 @opt.imbalance
 @opt.dispatch
 @opt.sequence_parallel

@@ -180,7 +180,12 @@ def create_request(schedules: Sequence[str], values: Mapping[str, Any], several:
 
 def _slices(values: Mapping[str, Any]) -> dict[str, int]:
     """The option of the schedules that --slices sets."""
-    return {"slices": values["slices"]} if values.get("slices") else {}
+    numbers = values.get("slices") or ()
+    if len(numbers) > 1:
+        raise ConfigError(
+            f"slices={','.join(map(str, numbers))}: must be a single number here; plan and search take several"
+        )
+    return {"slices": numbers[0]} if numbers else {}
 
 
 def _insert_job_file(texts: list[str]) -> tuple[list[str], JobFile, str]:

@@ -42,7 +42,7 @@ PREPARING = "loading kernels: after an installation they are compiled once, for 
 @opt.ranks
 @opt.microbatches
 @opt.stages_per_rank
-@opt.several_slices
+@opt.slices
 @opt.costs
 def search(out: str | None, as_json: bool, **values: Any) -> None:
     """Search for the fastest schedule that fits, and print its gap to the proven lower bound.

@@ -95,7 +95,7 @@ def attribute_idle_time(measured: Timeline) -> tuple[LostTime, ...]:
 
     Actions of sharded stages may wait for weights and gradients while they run. Their waits are idle time, too.
     """
-    schedule, costs = measured.schedule, fit(measured)
+    schedule, costs = measured.schedule, fit(replace(measured, phases=None))  # Overlaps as they were measured
     no_messages = replace(
         costs.without_sharding(), p2p=0.0, bandwidth=None, edges={}, inter_node=SAME_LINK, blocking=False,
         blocking_ends=False,
@@ -160,5 +160,6 @@ def correct_costs(costs: Costs, measured: Timeline) -> Costs:
 
 
 def replace_times(costs: Costs, fitted: Costs, others: tuple[str, ...] = ()) -> Costs:
-    """`costs` with the times of `fitted`, and its fields `others`."""
-    return replace(costs, **{name: getattr(fitted, name) for name in (*TIME_FIELDS, "unit", *others)})
+    """`costs` with the times of `fitted`, which include phases, and its fields `others`."""
+    names = (*TIME_FIELDS, "phases", "exchange_bandwidth", "sm_tax", "unit", *others)
+    return replace(costs, **{name: getattr(fitted, name) for name in names})

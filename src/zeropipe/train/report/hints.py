@@ -51,7 +51,8 @@ def give_hint(config: RunConfig, recorded: RecordedStep, layers: Sequence[int] |
             "setting is known to gain much."
         )
         return Hint(NOTHING, share, text)
-    advisor = _Advisor(config, timeline, fit(timeline), share, layers)
+    costs = fit(replace(timeline, phases=None))  # Overlaps as they were measured
+    advisor = _Advisor(config, timeline, costs, share, layers)
     return Hint(cause, share, getattr(advisor, cause)())
 
 
