@@ -178,6 +178,7 @@ def test_hover_zoom_and_switches_in_the_timeline_and_their_link(visit):
     other = visit(f"?{urlparse(page.url).query}")
     assert other.get_attribute(".zp-toggle-path", "aria-pressed") == "true"
     other.click("text=Critical path")  # the address is written anew, from what is in sight
+    other.wait_for_url(lambda url: "path=" not in url, wait_until="commit")
     assert query(other) == {name: value for name, value in kept.items() if name != "path"}
 
 

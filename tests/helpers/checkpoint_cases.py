@@ -404,7 +404,8 @@ def weights_of(
     largest = max(tensor.nbytes for tensor in wanted.values())
     engine, _, own = build(schedule, sizes, model)
     with engine:
-        before = {id(tensor) for tensor in _alive()}
+        there = _alive()  # kept, so that no new tensor gets the id of one of them
+        before = {id(tensor) for tensor in there}
         number, worst, most = 0, 0.0, 0
         for name, weight in engine.named_weights(asking):
             worst = max(worst, float((weight - wanted[name]).abs().max()))
