@@ -112,12 +112,12 @@ def plan(
     every = list_task_runs(task, context, space)
     runs, oversized = drop_too_large(context, every)
     candidates = _list_candidates(context, runs, task.schedules)
+    variants = list_variants(task.schedules, context.costs.has_overlaps)
     rows = _score(context, candidates[:max_candidates], workers, lambda done: report("trying schedules", 0.7 * done))
-    rolling = rolling_candidates(context, rows, oversized, list_variants(task.schedules, context.costs.has_overlaps))
+    rolling = rolling_candidates(context, rows, oversized, variants)
     rows += _score(context, rolling, workers, lambda done: report("rolling gradients", 0.7 + 0.05 * done))
     sliced = sliced_candidates(context, rows, runs, space.slices, task.schedules)
     rows += _score(context, sliced, workers, lambda done: report("slices", 0.75 + 0.03 * done))
-    variants = list_variants(task.schedules, context.costs.has_overlaps)
     offloaded = offloaded_candidates(context, rows, oversized, variants) if offload else []
     scored = _score(context, offloaded, workers, lambda done: report("offload", 0.78 + 0.02 * done))
     rows += [row for row in scored if row.host_memory <= HOST_MEMORY]

@@ -121,7 +121,7 @@ def search(
         )
     limits = None if rank_limits is None else _limits(rank_limits, ranks, costs)
     if numbers != (1,):
-        return search_slices(
+        return _search_slices(
             problem, numbers, _placements(placement, problem), costs, limits, seconds=float(seconds), steps=steps,
             seed=seed, progress=progress, workers=workers,
         )  # fmt: skip
@@ -149,7 +149,7 @@ def search(
     )  # fmt: skip
 
 
-def search_slices(
+def _search_slices(
     problem: Problem, numbers: tuple[int, ...], placements: list[Placement], costs: Costs,
     limits: tuple[float, ...] | None, *, seconds: float, steps: int | None, seed: int,
     progress: Callable[[Progress], object] | None, workers: int | None,
@@ -174,8 +174,9 @@ def search_slices(
             continue
         task = SlicedTask(replace(problem, num_slices=number), rule, costs, limits)
         result = _search_number(task, begin, monotonic() + share, steps, seed, progress)
-        found += [] if result is None else [result]
-        if (result is not None and result.interrupted) or (found and found[-1].interrupted):
+        if result is not None:
+            found.append(result)
+        if found and found[-1].interrupted:
             break
     if not found:
         raise ConfigError(

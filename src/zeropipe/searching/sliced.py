@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class SlicedTask:
     costs: Costs
     limits: tuple[float, ...]
 
-    @property
+    @cached_property
     def bound(self) -> float:
         """A time that no schedule of the task beats."""
         return slice_bound(self.write([Lags(0, None)] * self.problem.num_ranks), self.costs)

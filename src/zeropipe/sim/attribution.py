@@ -95,7 +95,7 @@ def attribute_idle_time(measured: Timeline) -> tuple[LostTime, ...]:
 
     Actions of sharded stages may wait for weights and gradients while they run. Their waits are idle time, too.
     """
-    schedule, costs = measured.schedule, fit(replace(measured, phases=None))  # Overlaps as they were measured
+    schedule, costs = measured.schedule, fit(measured, use_phases=False)
     no_messages = replace(
         costs.without_sharding(), p2p=0.0, bandwidth=None, edges={}, inter_node=SAME_LINK, blocking=False,
         blocking_ends=False,

@@ -12,6 +12,7 @@ from zeropipe.core.action import Kind
 from zeropipe.core.explain import find_reasons, idle_times
 from zeropipe.core.gradient_policy import GRADIENTS, REDUCES_AT_ONCE
 from zeropipe.core.packed import decode
+from zeropipe.core.phases import Phases
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.shard_actions import with_shards
 from zeropipe.core.shard_timeline import Sharding
@@ -20,11 +21,12 @@ from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import Costs
 
 
-def fit(timeline: Timeline) -> Costs:
+def fit(timeline: Timeline, use_phases: bool = True) -> Costs:
     """Costs whose simulation resembles `timeline`: mean times per kind and stage, the mean message, memory.
 
     The time that a rank spends between two actions without waiting for data (the executor's overhead) is divided evenly
     among its actions. With slices, a microbatch costs as much as so many mean slices.
+    Overlaps follow from the phases of layers if these were measured, else, or without `use_phases`, from Overlaps.
     """
     num_stages, num_slices = timeline.schedule.num_stages, timeline.schedule.num_slices
     steps = [step for rank in range(timeline.num_ranks) for step in timeline.steps(rank)]
@@ -43,21 +45,22 @@ def fit(timeline: Timeline) -> Costs:
     activation, stash, weights = _fit_memory(timeline)
     activation, stash = ([num_slices * size for size in sizes] for sizes in (activation, stash))
     sharding = {} if timeline.sharding is None else _fit_sharding(timeline, timeline.sharding, durations)
+    phases = timeline.phases if use_phases else None
     return Costs(
-        **_fit_times(timeline, steps, (f, b, i, w), overhead, is_split), p2p=find_reasons(timeline).message,
+        **_fit_times(phases, steps, (f, b, i, w), overhead, is_split), p2p=find_reasons(timeline).message,
         activation=activation, stash=stash, weights=weights, memory_limit=timeline.memory_limit,
         unit=timeline.unit, memory_unit=timeline.memory_unit, **sharding, **_fit_offloading(timeline),
     )  # fmt: skip
 
 
 def _fit_times(
-    timeline: Timeline, steps: list[tuple[Span, ...]], times: Sequence[list[float]], overhead: float, is_split: bool
+    phases: Phases | None, steps: list[tuple[Span, ...]], times: Sequence[list[float]], overhead: float, is_split: bool
 ) -> dict[str, Any]:
     """The fields of Costs for F, B, I and W of each stage, and for Overlaps: by phases if they are known."""
     f, b, i, w = times
-    if timeline.phases is None:
+    if phases is None:
         return {"f": f, "b": b, "i": i, "w": w, "overlap": _fit_overlap(steps, f, b, overhead)}
-    stages = timeline.phases.stages
+    stages = phases.stages
     least_f, least_i, least_w = (
         [sum(layer.total(kind) for layer in layers) for layers in stages] for kind in (Kind.F, Kind.I, Kind.W)
     )
@@ -66,7 +69,7 @@ def _fit_times(
         i = [whole - part for whole, part in zip(b, w)]
     return {
         "f": list(map(max, f, least_f)), "i": list(map(max, i, least_i)), "w": list(map(max, w, least_w)),
-        "phases": stages, "sm_tax": timeline.phases.sm_tax,
+        "phases": stages, "sm_tax": phases.sm_tax,
     }  # fmt: skip
 
 

@@ -5,14 +5,14 @@ Times are in ticks, as the gap to the previous box and the duration; microbatche
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from zeropipe.core import explain
 from zeropipe.core.jit import Floats, Ints, arrays
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.timeline import Timeline
-from zeropipe.viz.lanes import LOOKS, tracks
+from zeropipe.viz.lanes import LOOKS, Move
 
 WHOLE, UPPER, LOWER = 0, 1, 2  # an Overlap is a box in two halves: forward above, backward below
 LARGEST_FLOAT = 3.4028234663852886e38  # of four bytes
@@ -40,8 +40,11 @@ class BoxColumns(NamedTuple):
     head: Ints  # the kind, and above its four bits the half
 
 
-def build_columns(timeline: Timeline, tick: float) -> dict[str, Column]:
-    """All columns by their names, those with wider values first: the viewer reads each one in place."""
+def build_columns(timeline: Timeline, tick: float, moves: Sequence[Move]) -> dict[str, Column]:
+    """All columns by their names, those with wider values first: the viewer reads each one in place.
+
+    `moves` are those of all lanes.
+    """
     size = timeline.schedule.num_actions
     xp, why = arrays(size), explain.find_reasons(timeline)
     box = BoxColumns(*(xp.full_ints(size) for _ in BoxColumns._fields))
@@ -55,7 +58,6 @@ def build_columns(timeline: Timeline, tick: float) -> dict[str, Column]:
 
     columns = {name: of_boxes(name) for name in ("gap", "duration", "microbatch", "remote", "own", "waited")}
     columns["path"] = _column("i4", explain.critical_indices(timeline))
-    moves = [move for rank in range(timeline.num_ranks) for track in tracks(timeline, rank) for move in track]
     actions = [move.action for move in moves]
     if moves:
         columns["laneStart"] = _column("i4", (round(move.start / tick) for move in moves))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import ceil, log10
 from typing import Any
 
@@ -18,7 +18,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.viz.colors import LANE_WORDS, palette, shade_table
 from zeropipe.viz.columns import build_columns
 from zeropipe.viz.drawable import drawable
-from zeropipe.viz.lanes import LOOKS, has_lane, looks_of, tracks
+from zeropipe.viz.lanes import LOOKS, Move, has_lane, looks_of, tracks
 from zeropipe.viz.words import one_line
 
 TICKS = 2**31 - 1  # times are whole ticks below this
@@ -45,7 +45,8 @@ def payload(timelines: Timeline | Sequence[Timeline]) -> dict[str, Any]:
 def _timeline(timeline: Timeline, shades: list[list[int]]) -> dict[str, Any]:
     schedule = timeline.schedule
     tick = _tick_of(timeline.makespan)
-    columns = build_columns(timeline, tick)
+    listed = [track for rank in range(schedule.num_ranks) for track in tracks(timeline, rank)]
+    columns = build_columns(timeline, tick, list(chain.from_iterable(listed)))
     return {
         "title": timeline.title,
         "schedule": one_line(schedule.name),
@@ -71,17 +72,16 @@ def _timeline(timeline: Timeline, shades: list[list[int]]) -> dict[str, Any]:
         "overLimit": list(timeline.over_limit),
         "message": explain.find_reasons(timeline).message,
         **({"phases": _phases(timeline)} if timeline.phases and not timeline.measured else {}),
-        **(_lane(timeline) if has_lane(timeline) else {}),
+        **(_lane(timeline, listed) if has_lane(timeline) else {}),
         "columns": {name: column.type for name, column in columns.items()},
         "lengths": [column.length for column in columns.values()],
         "data": _pack(column.data for column in columns.values()),
     }
 
 
-def _lane(timeline: Timeline) -> dict[str, Any]:
+def _lane(timeline: Timeline, listed: Sequence[Sequence[Move]]) -> dict[str, Any]:
     """Where the tracks of each rank begin in the columns of the lane, and what there may be in them."""
-    lengths = [len(track) for rank in range(timeline.num_ranks) for track in tracks(timeline, rank)]
-    return {"laneOffsets": [0, *accumulate(lengths)], "laneLooks": looks_of([timeline])}
+    return {"laneOffsets": [0, *accumulate(map(len, listed))], "laneLooks": looks_of([timeline])}
 
 
 def _phases(timeline: Timeline) -> dict[str, list[list[Any]]]:

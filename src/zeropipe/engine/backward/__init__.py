@@ -11,7 +11,7 @@ stacks: products with a stack of weights, one for each expert
 experts: transformers' mixture-of-experts layers; expert_rows: rows of tokens sorted by expert
 expert_adapters: LoRA adapters on stacks of experts
 divided_experts: experts on several processes, and the `exchange` of rows between them
-exchange_times: exchanges in time, for the recorder
+exchange_times: when exchanges start and end, for the recorder
 turns: two computations that take turns while messages are under way, with the times of `turn_times`
 gated: gated experts of other frameworks, registered by `zeropipe.integrations`
 splitters: B, I and W as the engine calls them

@@ -1,4 +1,4 @@
-"""The exchanges of experts of one action in time, for the recorder."""
+"""When the exchanges of experts in an action start and end, for the recorder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from zeropipe.engine.timing import mark_time
 
-COUNTS, DISPATCH, COMBINE = "counts", "dispatch", "combine"  # numbers of rows; rows to experts; their results
-RETURN = "return"  # gradients of dispatched rows
+# beside DISPATCH and COMBINE of turn_times: numbers of rows, and gradients of dispatched rows
+COUNTS, RETURN = "counts", "return"
 
 
 class TimedExchange(NamedTuple):

@@ -11,14 +11,8 @@ import torch
 
 from zeropipe.core.action import Action, Kind
 from zeropipe.core.phases import PHASES, LayerPhases, Phases, PhaseTimes
-from zeropipe.engine.backward.exchange_times import (
-    COMBINE,
-    COUNTS,
-    DISPATCH,
-    RETURN,
-    TimedExchange,
-    record_exchanges,
-)
+from zeropipe.engine.backward.exchange_times import COUNTS, RETURN, TimedExchange, record_exchanges
+from zeropipe.engine.backward.turn_times import COMBINE, DISPATCH
 from zeropipe.engine.step.cell_runner import Call
 from zeropipe.engine.timing import elapsed_seconds, mark_time
 

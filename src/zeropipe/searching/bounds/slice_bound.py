@@ -11,6 +11,7 @@ Memory is left out, so the bound holds under every limit, and with activations o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -29,8 +30,9 @@ def slice_bound(schedule: Schedule, costs: Costs) -> float:
     """A lower bound of the makespan of every schedule with the slices and the placement of `schedule`."""
     if len(schedule.placement.copies) > 1:
         raise ConfigError(f"{schedule.name} has two copies of the model: bounds are for one")
-    f, first, w = _least_times(SliceCosts.of(schedule, costs), schedule.num_slices)
-    lag = _lags(schedule, costs)
+    sliced = SliceCosts.of(schedule, costs)
+    f, first, w = _least_times(sliced, schedule.num_slices)
+    lag = _lags(schedule, costs, sliced.shares)
     heads = np.concatenate([[0.0], np.cumsum(f[0] + lag[0])])[:-1]  # F of slice 0 on the stages before
     before = np.concatenate([[0.0], np.cumsum(lag[0] + first[0])])  # B or I of slice 0 from a stage to the first one
     last = f[:, 0].sum() + lag[-1][:-1].sum() + f[-1][1:].sum()  # the end of F of the last slice on the last stage
@@ -73,9 +75,9 @@ def _least_times(sliced: SliceCosts, num_slices: int) -> tuple[Array, Array, Arr
     return np.maximum(0, f - less), np.maximum(0, first - less), np.maximum(0, full - first)
 
 
-def _lags(schedule: Schedule, costs: Costs) -> Array:
+def _lags(schedule: Schedule, costs: Costs, shares: Sequence[float]) -> Array:
     """The time of a message of each slice from each stage to the next one; 0 after the last stage."""
-    message, shares = costs.column("message", schedule.num_stages), SliceCosts.of(schedule, costs).shares
+    message = costs.column("message", schedule.num_stages)
     lags = np.zeros((len(shares), schedule.num_stages))
     for stage, edge in enumerate(pairwise(schedule.placement.copies[0])):
         if edge[0] != edge[1]:

@@ -51,8 +51,7 @@ def give_hint(config: RunConfig, recorded: RecordedStep, layers: Sequence[int] |
             "setting is known to gain much."
         )
         return Hint(NOTHING, share, text)
-    costs = fit(replace(timeline, phases=None))  # Overlaps as they were measured
-    advisor = _Advisor(config, timeline, costs, share, layers)
+    advisor = _Advisor(config, timeline, fit(timeline, use_phases=False), share, layers)
     return Hint(cause, share, getattr(advisor, cause)())
 
 
