@@ -11,6 +11,7 @@ more. The check is loss and gradient norm against one process, in the same preci
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import subprocess
@@ -44,6 +45,7 @@ class Measured(NamedTuple):
 
 def steps(length: int, exchange: str, args: argparse.Namespace) -> Measured:
     """Training steps of one row."""
+    gc.collect()  # of earlier engines
     size = dist.get_world_size()
     if args.device == "cuda":  # NCCL refuses two ranks of one host on one GPU: so each says it is a host of its own
         os.environ.update(NCCL_HOSTID=f"host-{dist.get_rank()}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")

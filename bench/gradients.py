@@ -89,9 +89,10 @@ def _measure_peak(units: list[Any], step: Any) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, help="default: 256, on a GPU 1024")
     parser.add_argument("--layers", type=int, default=16)
     args = parser.parse_args()
+    args.width = args.width or (256 if args.device == "cpu" else 1024)
     print("schedule     gradients   whole MB  rolling MB  ratio  step whole s  rolling s  ratio  difference")
     with LocalRanks(4, backend="nccl" if args.device == "cuda" else "gloo") as ranks:
         for name, policy in SCHEDULES:

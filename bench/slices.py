@@ -1,14 +1,18 @@
 """Peak memory and time of a step against tokens, with and without slices: `python bench/slices.py` on one GPU.
 
 Few layers with the shapes of Qwen3-8B, full checkpointing, one sequence per step: whole, and in slices (seq1f1b). Loss
-and gradient norm must be those of the whole. Beside the measured peak of a step, without weights and gradients, is the
-simulator's: inputs of layers, keys and values and the gradients of keys, and a share of the rest.
+and gradient norm must be those of the whole. Beside the measured peak of a step, without weights and gradients, is that
+of `train --dry-run` for the same run: activations and workspace. `--lora` freezes all weights but an adapter's.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import os
+import tempfile
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +23,10 @@ from transformers import Qwen3Config
 import zeropipe as zp
 from zeropipe.engine import CausalLMLoss, Engine, hf_stages
 from zeropipe.errors import EngineError
+from zeropipe.train.config.read import validate
+from zeropipe.train.preview import preview
 
+RANK = 16  # of an adapter
 GPU = torch.cuda.is_available()
 SHAPES = (
     {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -30,14 +37,16 @@ SHAPES = (
 )  # fmt: skip
 
 
-def run(tokens: int, slices: int, layers: int, ac: str, steps: int) -> dict[str, Any]:
+def run(tokens: int, slices: int, layers: int, ac: str, steps: int, lora: bool) -> dict[str, Any]:
     """Seconds and peak bytes of a step on this device, with its loss and gradient norm."""
+    gc.collect()  # of earlier engines
     device, dtype = ("cuda", torch.bfloat16) if GPU else ("cpu", torch.float32)
     config = Qwen3Config(**SHAPES, num_hidden_layers=layers, tie_word_embeddings=False, dtype=dtype)
     schedule = zp.build("seq1f1b", ranks=1, microbatches=1, slices=slices)
     ids = torch.randint(config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     batch = [{"input_ids": ids, "labels": ids}]
-    with Engine(schedule, hf_stages(config, schedule, 0, device=device, dtype=dtype), device=device, ac=ac) as engine:
+    stages = hf_stages(config, schedule, 0, device=device, dtype=dtype, adapter=adapter_config() if lora else None)
+    with Engine(schedule, stages, device=device, ac=ac) as engine:
         for _ in range(1 + steps):  # the first one allocates gradients
             for parameter in engine.parameters():
                 if parameter.grad is not None:
@@ -55,14 +64,29 @@ def run(tokens: int, slices: int, layers: int, ac: str, steps: int) -> dict[str,
         return {"seconds": seconds, "peak": peak, "loss": result.loss, "norm": engine.grad_norm()}
 
 
-def simulate(whole: float, tokens: int, slices: int, layers: int) -> float:
-    """The peak that the simulator predicts from that of whole sequences."""
-    keys = 2 * layers * tokens * SHAPES["num_key_value_heads"] * SHAPES["head_dim"] * 2  # keys and values, 16 bits
-    schedule = zp.build("seq1f1b", ranks=1, microbatches=1, slices=slices)
-    # a step of one microbatch keeps all inputs of layers; what else is in memory is of one slice
-    inputs = layers * tokens * SHAPES["hidden_size"] * 2
-    kept = max(zp.simulate(schedule, zp.Costs(activation=inputs, keys=keys, key_gradients=2 * keys)).peak_memory)
-    return kept + (whole - inputs) / slices
+def adapter_config() -> Any:
+    import peft
+
+    return peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def predict(tokens: int, slices: int, layers: int, ac: str, lora: bool) -> float:
+    """The bytes of activations and workspace of such a step by `train --dry-run`."""
+    with tempfile.TemporaryDirectory() as folder:
+        length = {"max_position_embeddings": tokens}
+        shapes = {"model_type": "qwen3", **SHAPES, **length, "num_hidden_layers": layers, "tie_word_embeddings": False}
+        Path(folder, "config.json").write_text(json.dumps(shapes))
+        config = {
+            "model": {"path": folder, "dtype": "bfloat16" if GPU else "float32"},
+            "schedule": {"name": "seq1f1b", "slices": slices, "costs": "h200"},
+            "engine": {"ac": ac},
+            "data": {"kind": "synthetic", "sequence": tokens, "batch": 1, "microbatch": 1},
+            "optimizer": {"master_weights": False},
+            "train": {"steps": 1},
+        }
+        adapter = {"lora": {"rank": RANK}} if lora else {}
+        memory = preview(validate(config | adapter, {}, "this benchmark")).ranks[0].memory
+    return float(memory["activations"] + memory["workspace"])
 
 
 def main() -> None:
@@ -72,18 +96,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--ac", default="full")
     parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--lora", action="store_true", help="train an adapter only")
     args = parser.parse_args()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29571")
     dist.init_process_group("nccl" if GPU else "gloo", rank=0, world_size=1)
     print(
-        f"{'tokens':>8} {'slices':>6} {'seconds':>8} {'ratio':>6} {'peak GB':>8} {'ratio':>6} {'simulated':>9}  checks"
+        f"{'tokens':>8} {'slices':>6} {'seconds':>8} {'ratio':>6} {'peak GB':>8} {'ratio':>6} {'predicted':>9} "
+        f"{'off by':>7}  checks"
     )
     for tokens in map(int, args.tokens.split(",")):
         whole = None
         for slices in (1, *map(int, args.slices.split(","))):
             try:
-                found = run(tokens, slices, args.layers, args.ac, args.steps)
+                found = run(tokens, slices, args.layers, args.ac, args.steps, args.lora)
             except (torch.cuda.OutOfMemoryError, EngineError) as error:
                 if "out of memory" not in str(error):
                     raise
@@ -93,10 +119,11 @@ def main() -> None:
             of = whole or found
             norm = abs(found["norm"] / of["norm"] - 1)
             is_equal = abs(found["loss"] / of["loss"] - 1) < 1e-3 and norm < 1e-2
-            predicted = simulate(of["peak"], tokens, slices, args.layers) if slices > 1 and whole else found["peak"]
+            predicted = predict(tokens, slices, args.layers, args.ac, args.lora)
             print(
                 f"{tokens:>8} {slices:>6} {found['seconds']:>8.3f} {found['seconds'] / of['seconds']:>6.2f} "
-                f"{found['peak'] / 1e9:>8.2f} {found['peak'] / max(1, of['peak']):>6.2f} {predicted / 1e9:>9.2f}  "
+                f"{found['peak'] / 1e9:>8.2f} {found['peak'] / max(1, of['peak']):>6.2f} {predicted / 1e9:>9.2f} "
+                f"{predicted / max(1, found['peak']) - 1:>+7.1%}  "
                 f"{'loss and norm equal' if is_equal else 'DIFFERENT'}",
                 flush=True,
             )
