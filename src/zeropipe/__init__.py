@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zeropipe.schedules.lane import Lane
     from zeropipe.schedules.registry import build, names, register
     from zeropipe.searching.search import search
+    from zeropipe.sim.checkpointing import with_checkpointing
     from zeropipe.sim.costs import Costs
     from zeropipe.sim.fill import fill_gaps
     from zeropipe.sim.offload import with_offload
@@ -51,6 +52,7 @@ _MEMBERS = {
     "zeropipe.estimating.estimate": ("estimate",),
     "zeropipe.planning.plan": ("plan",),
     "zeropipe.searching.search": ("search",),
+    "zeropipe.sim.checkpointing": ("with_checkpointing",),
     "zeropipe.sim.costs": ("Costs",),
     "zeropipe.sim.fill": ("fill_gaps",),
     "zeropipe.sim.offload": ("with_offload",),

@@ -9,7 +9,7 @@ def actions_of(step):
 
 def reference_needs(action, num_stages, num_slices=1):
     """The needs of an action, each a set of actions of which one must be done."""
-    stage, kind, microbatch, slice_ = action
+    stage, kind, microbatch, slice_, _ = action
     if kind is Kind.W:
         return [{Action(stage, Kind.I, microbatch, slice_)}]
     needs = [] if kind is Kind.F else [{Action(stage, Kind.F, microbatch, slice_)}]

@@ -19,7 +19,7 @@ def random_copies(schedule, seed):
         where = {action: index for index, step in enumerate(row) for action in actions_of([step])}
         for action, index in where.items():
             if action.kind in BACKWARD and rng.random() < 0.6:
-                stage, _, microbatch, _ = action
+                stage, _, microbatch, *_ = action
                 forward = where[Action(stage, Kind.F, microbatch)]
                 first, last = sorted(rng.choices(range(forward, index), k=2))
                 steps[first].append(Action(stage, Kind.OFFLOAD, microbatch))
@@ -78,7 +78,7 @@ def test_times_and_memory_against_a_direct_computation(name, seed):
                 assert spans[action].start >= copies[reload][1] - 1e-9
             before = row[: row.index(steps[action][0])]  # of both actions of an Overlap
             level = sum(activation[a.stage] for a in [*before, *steps[action]] if a.kind is Kind.F)
-            for stage, kind, microbatch, _ in before:
+            for stage, kind, microbatch, *_ in before:
                 if kind is Kind.OFFLOAD:
                     ended = copies[Action(stage, kind, microbatch)][1] <= spans[action].start
                     level -= size[stage] if ended else 0.0

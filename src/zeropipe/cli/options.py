@@ -224,6 +224,13 @@ COSTS: dict[str, tuple[Any, str]] = {
     "f_workspace": (str, "Memory in use only while a forward runs."),
     "workspace": (str, "Memory in use only while a full backward runs."),
     "i_workspace": (str, "Memory in use only while an input gradient runs; workspace by default."),
+    "recompute": (str, "Time that the backward of a checkpointed forward takes more; f by default."),
+    "checkpointed_activation": (str, "Memory that a checkpointed forward allocates; activation by default."),
+    "checkpointed_workspace": (
+        str,
+        "The same of a checkpointed forward's full backward; by default with what the forward did not keep.",
+    ),
+    "checkpointed_i_workspace": (str, "The same of its input gradient."),
     "weights": (str, "Constant memory: parameters, gradients, optimizer."),
     "shards": (
         click.Choice(["keep", "regather"]),

@@ -45,17 +45,19 @@ MAX_SLICES = 1 << 12
 class Action(NamedTuple):
     """One unit of work: `Action(2, Kind.F, 0)`, in text `2F0`. SHARDING kinds have microbatch 0, and none in text.
 
-    In a schedule with slices, each action is of one slice of a microbatch: `2F0.3` is that of slice 3.
+    In a schedule with slices, each action is of one slice of a microbatch: `2F0.3` is that of slice 3. An F that is
+    `checkpointed` keeps little, and its backward computes it again: `2F0c`.
     """
 
     stage: int
     kind: Kind
     microbatch: int
     slice: int | None = None  # None in a schedule without slices
+    checkpointed: bool = False
 
     def __str__(self) -> str:
-        of_slice = "" if self.slice is None else f".{self.slice}"
-        return f"{self.stage}{self.kind.name}{'' if self.kind in SHARDING else self.microbatch}{of_slice}"
+        of_slice, mark = "" if self.slice is None else f".{self.slice}", "c" if self.checkpointed else ""
+        return f"{self.stage}{self.kind.name}{'' if self.kind in SHARDING else self.microbatch}{of_slice}{mark}"
 
 
 class Overlap(NamedTuple):
@@ -88,7 +90,7 @@ def peer_message(message: Action) -> Action:
 
 _ACTION = re.compile(
     r"\s*([0-9]{1,18})\s*(?:(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B|OFFLOAD|RELOAD)\s*([0-9]{1,18})"
-    r"(?:\.([0-9]{1,18}))?|(UNSHARD|RESHARD|REDUCE_GRAD))\s*"
+    r"(?:\.([0-9]{1,18}))?(c?)|(UNSHARD|RESHARD|REDUCE_GRAD))\s*"
 )
 _OVERLAP = re.compile(r"\s*\(([^;()]+);([^;()]+)\)\s*OVERLAP_F_B\s*")
 
@@ -104,15 +106,17 @@ def parse_action(text: str) -> Action:
     stage = int(match[1])
     if stage >= MAX_STAGES:
         raise ScheduleError(f"{text.strip()!r} has stage {stage}: at most {MAX_STAGES} stages are supported")
-    if match[5]:
-        return Action(stage, Kind[match[5]], 0)
+    if match[6]:
+        return Action(stage, Kind[match[6]], 0)
     microbatch = int(match[3])
     if microbatch >= MAX_MICROBATCHES:
         raise ScheduleError(f"{text.strip()!r} has microbatch {microbatch}: at most {MAX_MICROBATCHES} are supported")
     slice_ = None if match[4] is None else int(match[4])
     if slice_ is not None and slice_ >= MAX_SLICES:
         raise ScheduleError(f"{text.strip()!r} has slice {slice_}: at most {MAX_SLICES} slices are supported")
-    return Action(stage, Kind[match[2]], microbatch, slice_)
+    if match[5] and match[2] != "F":
+        raise ScheduleError(f"{text.strip()!r} is marked c: only an F can be checkpointed")
+    return Action(stage, Kind[match[2]], microbatch, slice_, bool(match[5]))
 
 
 def parse_step(text: str) -> Step:

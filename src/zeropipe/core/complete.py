@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeropipe.core.action import B, F, I, Kind, W
+from zeropipe.core.action import OFFLOAD, B, F, I, Kind, W
 from zeropipe.core.jit import Arrays, Ints, arrays
 from zeropipe.core.needs import copy_offset, flat_tables
 from zeropipe.core.offload_actions import check_offloading
@@ -75,7 +75,22 @@ def _scan(xp: Arrays, schedule: Schedule) -> Ints:
         raise _scan_error(schedule, int(index), int(fault))
     if schedule.offloading is not None:
         check_offloading(schedule, schedule.offloading)
+    _check_marks(schedule)
     return found
+
+
+def _check_marks(schedule: Schedule) -> None:
+    """ScheduleError for a checkpointed F that does not exist, or whose activations are offloaded."""
+    offloading = () if schedule.offloading is None else schedule.offloading.view
+    copied = {(stage_of(code), microbatch_of(code)) for code in offloading if kind_of(code) == OFFLOAD}
+    for stage, number in sorted(schedule.checkpointed):
+        action = schedule.decode(encode(stage, F, number))
+        if not (0 <= stage < schedule.num_stages and 0 <= number < schedule.problem.total_slices):
+            raise ScheduleError(f"{action} is checkpointed and out of range: the schedule has no such F")
+        if (stage, number) in copied:
+            raise ScheduleError(
+                f"{action} is checkpointed and its activations are copied to the host: leave out one of them"
+            )
 
 
 def _scan_error(schedule: Schedule, index: int, fault: int) -> ScheduleError:

@@ -31,7 +31,8 @@ from zeropipe.core.schedule import Schedule
 
 
 def needs(action: Action, num_stages: int, num_slices: int = 1) -> tuple[Action, ...]:
-    """The actions that must end before `action` starts. An I in the result stands for an I or a B."""
+    """The actions that must end before `action` starts, without marks. An I in the result stands for an I or a B."""
+    action = action._replace(checkpointed=False)
     stage, kind = action.stage, action.kind
     if kind is Kind.W:
         return (action._replace(kind=Kind.I),)

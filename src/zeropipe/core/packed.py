@@ -13,12 +13,22 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from operator import index
 from typing import Any, SupportsIndex
 
-from zeropipe.core.action import MAX_MICROBATCHES, MAX_STAGES, OFFLOAD, SHARDING, Action, Kind, Overlap, Step
+from zeropipe.core.action import (
+    MAX_MICROBATCHES,
+    MAX_STAGES,
+    OFFLOAD,
+    SHARDING,
+    Action,
+    Kind,
+    Overlap,
+    Step,
+    actions_of,
+)
 from zeropipe.errors import ConfigError, ScheduleError, short
 
 JOINED = 1
@@ -26,6 +36,8 @@ _KIND_SHIFT, _STAGE_SHIFT, _MICROBATCH_SHIFT = 1, 5, 21
 _KIND_MASK, _STAGE_MASK = 0xF, 0xFFFF
 
 Code = Any  # an int, or a numpy array of them
+Marks = Set[tuple[int, int]]  # stage, and microbatch as in a code: the F that are checkpointed, which codes do not say
+NO_MARKS: frozenset[tuple[int, int]] = frozenset()
 
 
 def encode(stage: Code, kind: Code, microbatch: Code, joined: int = 0) -> Code:
@@ -66,12 +78,24 @@ def with_kind(code: Code, kind: int) -> Code:
 _KINDS = tuple(Kind)
 
 
-def decode(code: int, num_slices: int = 1) -> Action:
+def decode(code: int, num_slices: int = 1, checkpointed: Marks = NO_MARKS) -> Action:
     """The action of a code of a schedule with that many slices."""
-    kind, microbatch = _KINDS[kind_of(code)], microbatch_of(code)
+    kind, stage, microbatch = _KINDS[kind_of(code)], stage_of(code), microbatch_of(code)
+    is_marked = kind is Kind.F and (stage, microbatch) in checkpointed
     if num_slices == 1 or kind in SHARDING:
-        return Action(stage_of(code), kind, microbatch)
-    return Action(stage_of(code), kind, microbatch // num_slices, microbatch % num_slices)
+        return Action(stage, kind, microbatch, None, is_marked)
+    return Action(stage, kind, microbatch // num_slices, microbatch % num_slices, is_marked)
+
+
+def find_marks(rows: Iterable[Iterable[Step]], num_slices: int = 1) -> frozenset[tuple[int, int]]:
+    """The F of rows that are checkpointed; ScheduleError for another action that is."""
+    found = set()
+    for action in (action for row in rows for action in actions_of(row)):
+        if action.checkpointed:
+            if action.kind is not Kind.F:
+                raise ScheduleError(f"{action} is marked c: only an F can be checkpointed")
+            found.add((action.stage, action.microbatch * num_slices + (action.slice or 0)))
+    return frozenset(found)
 
 
 def pack(steps: Iterable[Step], num_slices: int = 1) -> list[int]:
@@ -90,7 +114,7 @@ def pack(steps: Iterable[Step], num_slices: int = 1) -> list[int]:
 
 def _encode_checked(action: Action, num_slices: int) -> int:
     """The code of a user's action; ConfigError if its numbers would overflow into other bits."""
-    stage, kind, microbatch, slice_ = action
+    stage, kind, microbatch, slice_, _ = action
     if type(kind) is not Kind and not (isinstance(kind, int) and 0 <= kind < len(_KINDS)):
         raise ConfigError(f"kind={short(kind)}: must be a zp.Kind, like zp.Kind.F")
     if (
@@ -124,11 +148,11 @@ def _is_integer(value: Any) -> bool:
     return type(value) is int or isinstance(value, SupportsIndex)
 
 
-def unpack(codes: Iterable[int], num_slices: int = 1) -> Iterator[Step]:
+def unpack(codes: Iterable[int], num_slices: int = 1, checkpointed: Marks = NO_MARKS) -> Iterator[Step]:
     """The steps of codes of a schedule with that many slices."""
     forward: Action | None = None
     for code in codes:
-        action = decode(code, num_slices)
+        action = decode(code, num_slices, checkpointed)
         if is_joined(code):
             forward = action
         elif forward is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import overload
 
 from zeropipe.core.action import Action, Step
-from zeropipe.core.packed import PackedRows, decode, is_offloading, pack, unpack
+from zeropipe.core.packed import NO_MARKS, Marks, PackedRows, decode, find_marks, is_offloading, pack, unpack
 from zeropipe.core.placement import Placement, Problem, require_problem
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, ScheduleError, short
@@ -16,8 +16,8 @@ from zeropipe.errors import ConfigError, ScheduleError, short
 class Rows(Sequence[tuple[Step, ...]]):
     """A tuple of steps per rank, decoded on access."""
 
-    def __init__(self, packed: PackedRows, num_slices: int = 1) -> None:
-        self._packed, self._num_slices = packed, num_slices
+    def __init__(self, packed: PackedRows, num_slices: int = 1, checkpointed: Marks = NO_MARKS) -> None:
+        self._packed, self._num_slices, self._checkpointed = packed, num_slices, checkpointed
 
     def __len__(self) -> int:
         return len(self._packed.offsets) - 1
@@ -31,11 +31,12 @@ class Rows(Sequence[tuple[Step, ...]]):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         if not -len(self) <= index < len(self):
             raise IndexError(f"rank {index} of {len(self)}")
-        return tuple(unpack(self._packed.row(index % len(self)), self._num_slices))
+        return tuple(unpack(self._packed.row(index % len(self)), self._num_slices, self._checkpointed))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Rows):
-            return (self._packed, self._num_slices) == (other._packed, other._num_slices)
+            mine, others = ((one._packed, one._num_slices, one._checkpointed) for one in (self, other))
+            return mine == others
         return tuple(self) == other if isinstance(other, tuple) else NotImplemented
 
     def __hash__(self) -> int:
@@ -49,7 +50,8 @@ class Rows(Sequence[tuple[Step, ...]]):
 class Schedule:
     """The order of actions on every rank. `rows[rank]` is a tuple of Action and Overlap; `str()` gives `0F0 ...`.
 
-    `packed` has the computations only, in the same order as `rows`.
+    `packed` has the computations only, in the same order as `rows`. `checkpointed` has the stage and the microbatch (of
+    slices, the number among those of all microbatches) of each F that is checkpointed.
     """
 
     problem: Problem
@@ -58,6 +60,7 @@ class Schedule:
     name: str = field(default="custom", compare=False)
     rebuild: Callable[[int], Schedule] | None = field(default=None, compare=False)  # by number of microbatches
     offloading: PackedRows | None = None  # the rows with their OFFLOAD and RELOAD; None without any
+    checkpointed: frozenset[tuple[int, int]] = NO_MARKS
 
     @staticmethod
     def of(problem: Problem, placement: Placement, rows: Iterable[Iterable[Step]], name: str = "custom") -> Schedule:
@@ -65,23 +68,27 @@ class Schedule:
         require_problem(problem)
         if not isinstance(placement, Placement):
             raise ConfigError(f"placement={short(placement)}: must be a zp.Placement, like zp.linear(problem)")
-        packed = PackedRows.of(pack(row, problem.num_slices) for row in rows)
-        return Schedule.of_packed(problem, placement, packed, name)
+        listed = [list(row) for row in rows]
+        packed = PackedRows.of(pack(row, problem.num_slices) for row in listed)
+        return Schedule.of_packed(problem, placement, packed, name, find_marks(listed, problem.num_slices))
 
     @staticmethod
-    def of_packed(problem: Problem, placement: Placement, rows: PackedRows, name: str = "custom") -> Schedule:
+    def of_packed(
+        problem: Problem, placement: Placement, rows: PackedRows, name: str = "custom",
+        checkpointed: frozenset[tuple[int, int]] = NO_MARKS,
+    ) -> Schedule:  # fmt: skip
         """A schedule from packed rows, which may have OFFLOAD and RELOAD."""
         if not any(map(is_offloading, rows.view)):
-            return Schedule(problem, placement, rows, name)
+            return Schedule(problem, placement, rows, name, checkpointed=checkpointed)
         if problem.num_slices > 1:
             raise ScheduleError("OFFLOAD and RELOAD are of whole microbatches: leave them out, or use one slice")
         ranks = range(len(rows.offsets) - 1)
         computations = PackedRows.of([code for code in rows.row(rank) if not is_offloading(code)] for rank in ranks)
-        return Schedule(problem, placement, computations, name, offloading=rows)
+        return Schedule(problem, placement, computations, name, offloading=rows, checkpointed=checkpointed)
 
     @property
     def rows(self) -> Rows:
-        return Rows(self.offloading or self.packed, self.num_slices)
+        return Rows(self.offloading or self.packed, self.num_slices, self.checkpointed)
 
     @property
     def num_actions(self) -> int:
@@ -116,7 +123,11 @@ class Schedule:
 
     def decode(self, code: int) -> Action:
         """The action of a code of this schedule."""
-        return decode(code, self.num_slices)
+        return decode(code, self.num_slices, self.checkpointed)
+
+    def is_checkpointed(self, action: Action) -> bool:
+        """Whether the F of an action's stage and microbatch is checkpointed."""
+        return (action.stage, action.microbatch * self.num_slices + (action.slice or 0)) in self.checkpointed
 
     @property
     def sizes(self) -> str:
@@ -154,7 +165,7 @@ class Program:
 
     @property
     def rows(self) -> Rows:
-        return Rows(self.packed, self.schedule.num_slices)
+        return Rows(self.packed, self.schedule.num_slices, self.schedule.checkpointed)
 
     def __str__(self) -> str:
         return "\n".join(_row_text(row) for row in self.rows)

@@ -59,7 +59,8 @@ def find_ends(timeline: Timeline) -> dict[Action, float]:
 
 
 def _result(action: Action) -> Action:
-    return action._replace(kind=Kind.I) if action.kind is Kind.B else action
+    """As `needs` names it: with the kind I for a B, without its mark."""
+    return action._replace(kind=Kind.I if action.kind is Kind.B else action.kind, checkpointed=False)
 
 
 def ready_time(action: Action, ends: Mapping[Action, float], timeline: Timeline) -> float:

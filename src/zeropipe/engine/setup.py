@@ -93,6 +93,8 @@ def check_types(schedule: object, stages: object) -> None:
 
 def check_sizes(schedule: Schedule, layout: Layout) -> None:
     """ConfigError for a schedule with another number of ranks than the pipeline."""
+    if schedule.checkpointed:
+        raise ConfigError(f"{schedule.name} has checkpointed F, which the engine does not run; use ac='full'")
     if len(layout.pipeline) == schedule.num_ranks:
         return
     if layout.mesh is None:

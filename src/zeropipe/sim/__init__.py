@@ -9,6 +9,7 @@ simulate       Schedule + Costs -> Timeline
 fill           run weight gradients in idle time
 overlaps       make Overlaps of neighbouring F and B
 offload        place OFFLOAD and RELOAD
+checkpointing  choose the F that are checkpointed
 compare        several schedules under the same costs
 fit            Timeline -> Costs
 attribution    a run compared with its simulation, and the causes of its idle time

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
+from operator import add
 from sys import float_info
 from typing import Any, Literal, NamedTuple
 from warnings import warn
@@ -123,6 +124,9 @@ class Costs:
     an I runs, its rank needs `workspace` or `i_workspace` beside what it had before; while an F runs, `f_workspace`
     beside what it has after it.
 
+    An F that the schedule marks as checkpointed allocates `checkpointed_activation`, and its B or I takes `recompute`
+    more, with `checkpointed_workspace` or `checkpointed_i_workspace` in place of the others.
+
     `shards`: weights are sharded over data-parallel ranks, and gathered as in `lower`, "keep" or "regather". Each rank
     has one link to those that share its stages: a gather occupies it for `unshard`, a reduction for `reduce`. The full
     weights are in memory from UNSHARD to RESHARD, the full gradients from the first gradient to the end of REDUCE_GRAD.
@@ -168,6 +172,22 @@ class Costs:
     i_workspace: PerStage | None = _field(
         "per stage", None, "Memory in use only while an input gradient runs; workspace by default."
     )
+    recompute: PerStage | None = _field(
+        "per stage", None, "Time that the backward of a checkpointed forward takes more; f by default."
+    )
+    checkpointed_activation: PerStage | None = _field(
+        "per stage", None, "Memory that a checkpointed forward allocates; activation by default."
+    )
+    checkpointed_workspace: PerStage | None = _field(
+        "per stage", None,
+        "Memory in use only while the full backward of a checkpointed forward runs; by default workspace and what the "
+        "forward did not keep.",
+    )  # fmt: skip
+    checkpointed_i_workspace: PerStage | None = _field(
+        "per stage", None,
+        "Memory in use only while the input gradient of a checkpointed forward runs; by default i_workspace and what "
+        "the forward did not keep.",
+    )  # fmt: skip
     weights: PerStage = _field("per stage", 0.0, "Constant memory: parameters, gradients, optimizer.")
     shards: str | None = _field(
         "choice", None, "Stages are sharded; weights are gathered once per step (keep) or for every microbatch.",
@@ -339,10 +359,30 @@ class Costs:
         if name == "rolling_gradients":
             units = min(1 + REDUCES_AT_ONCE, self.units) / self.units
             return [units * size for size in self.column("full_gradients", num_stages)]
+        if name in CHECKPOINTED_WORKSPACES:
+            kept, less = (self.column(one, num_stages) for one in ("activation", "checkpointed_activation"))
+            own = self.column(name.removeprefix("checkpointed_"), num_stages)
+            return [size + max(0.0, x - y) for size, x, y in zip(own, kept, less, strict=True)]
         if name == "gathered_weights":
             return [min(2, self.units) / self.units * size for size in self.column("full_weights", num_stages)]
-        others = {"i_workspace": "workspace", "started_weights": "gathered_weights"}
-        return self.column(others.get(name, "activation"), num_stages)  # stash, offload_size
+        others = {"i_workspace": "workspace", "started_weights": "gathered_weights", "recompute": "f"}
+        # stash, offload_size, checkpointed_activation
+        return self.column(others.get(name, "activation"), num_stages)
+
+    def with_all_checkpointed(self, num_stages: int) -> Costs:
+        """The costs of a schedule without marks that are those of all F being checkpointed under these costs."""
+        f, recompute, attention = (self.column(name, num_stages) for name in ("f", "recompute", "f_attention"))
+        more: dict[str, Any] = dict.fromkeys(("b", "i", *(() if self.phases else ("overlap",))), recompute)
+        parts = [min(1.0, again / time) if time else 0.0 for again, time in zip(recompute, f, strict=True)]
+        more["i_attention"] = [part * time for part, time in zip(parts, attention, strict=True)]
+        changes: dict[str, Any] = {
+            name: list(map(add, self.column(name, num_stages), added)) for name, added in more.items()
+        }
+        for name in ("activation", "workspace", "i_workspace"):
+            changes[name] = self.column(f"checkpointed_{name}", num_stages)
+        for name in ("stash", "offload_size"):
+            changes[name] = self.column(name, num_stages)
+        return replace(self, **changes)
 
     def with_reserved_workspace(self, placement: Placement) -> Costs:
         """The same costs with the largest workspace of each rank resident all the time.
@@ -381,7 +421,7 @@ class Costs:
         changes: dict[str, Any] = {}
         for name in PER_STAGE:
             value = getattr(self, name)
-            if name == "message" or value is None or (name in WORKSPACES and isinstance(value, (int, float))):
+            if name == "message" or value is None or (name in _ALL_WORKSPACES and isinstance(value, (int, float))):
                 continue
             if isinstance(value, StageTable):  # its stages are the parts of the model, one per rank
                 value = tuple(self.column(name, problem.num_ranks))
@@ -407,6 +447,8 @@ PHASE_FIELDS = ("phases", "exchange_bandwidth", "sm_tax")
 SLICE_FIELDS = ("slice_sizes", "f_attention", "i_attention", "keys", "key_gradients")
 _ROUNDING = 1e-9  # of sums
 WORKSPACES = ("f_workspace", "workspace", "i_workspace")  # of the action that runs: stages on one rank share it
+CHECKPOINTED_WORKSPACES = ("checkpointed_workspace", "checkpointed_i_workspace")
+_ALL_WORKSPACES = (*WORKSPACES, *CHECKPOINTED_WORKSPACES)
 SHARD_COLUMNS = (
     "unshard", "reduce", "full_weights", "gathered_weights", "started_weights", "full_gradients", "rolling_gradients",
 )  # fmt: skip
@@ -524,7 +566,7 @@ def _parse_stage_table(name: str, table: Mapping[Any, Any]) -> StageTable:
 def _divide_parts(name: str, parts: tuple[float, ...], problem: Problem) -> tuple[float, ...]:
     """The cost of each stage of a model whose parts, in order, cost `parts`."""
     ranks, stages = problem.num_ranks, problem.num_stages
-    if name in WORKSPACES and len(parts) == ranks and stages % ranks == 0:
+    if name in _ALL_WORKSPACES and len(parts) == ranks and stages % ranks == 0:
         return tuple(part for part in parts for _ in range(stages // ranks))
     if len(parts) == ranks and stages % ranks == 0:
         return tuple(part * ranks / stages for part in parts for _ in range(stages // ranks))
@@ -535,7 +577,7 @@ def _divide_parts(name: str, parts: tuple[float, ...], problem: Problem) -> tupl
             f"{name} has {count_text(len(parts), 'entry')}, which {count_text(stages, 'stage')} on "
             f"{count_text(ranks, 'rank')} cannot share: must be 1, {per_rank}{stages} (one per stage), or a multiple"
         )
-    combine = max if name in WORKSPACES else sum
+    combine = max if name in _ALL_WORKSPACES else sum
     return tuple(combine(parts[s * size : (s + 1) * size]) for s in range(stages))
 
 

@@ -98,6 +98,8 @@ def divide_weights(schedule: Schedule, weight_parts: int) -> Schedule:
         raise ConfigError(f"weight_parts={weight_parts!r}: must be an integer from 1 to {MAX_WEIGHT_PARTS}")
     if schedule.offloading is not None:
         raise ConfigError(f"{schedule.name} has OFFLOAD and RELOAD, whose places depend on the others: fill gaps first")
+    if schedule.checkpointed:
+        raise ConfigError(f"{schedule.name} has checkpointed F, which depend on the memory of others: fill gaps first")
     present = schedule.problem.num_weight_parts
     if present != 1:
         raise ConfigError(f"{schedule.name} has W in {present} parts already: must be undivided")

@@ -8,7 +8,7 @@ from math import inf
 from statistics import median
 from typing import Any
 
-from zeropipe.core.action import Kind
+from zeropipe.core.action import BACKWARD, Action, Kind
 from zeropipe.core.explain import find_reasons, idle_times
 from zeropipe.core.gradient_policy import GRADIENTS, REDUCES_AT_ONCE
 from zeropipe.core.packed import decode
@@ -31,6 +31,7 @@ def fit(timeline: Timeline, use_phases: bool = True) -> Costs:
     num_stages, num_slices = timeline.schedule.num_stages, timeline.schedule.num_slices
     steps = [step for rank in range(timeline.num_ranks) for step in timeline.steps(rank)]
     durations = _durations_without_waits(timeline)
+    recompute = [num_slices * time for time in _take_recomputation(timeline, durations)]
     overhead = overhead_per_action(timeline)
     f, b, i, w = (
         [num_slices * (time + overhead) for time in _mean_durations(kind, durations, steps, num_stages)]
@@ -42,14 +43,18 @@ def fit(timeline: Timeline, use_phases: bool = True) -> Costs:
         i = w = [time / 2 for time in b]  # an assumption, for schedules with split backward
     else:
         b = [time if (Kind.B, s) in durations else i[s] + w[s] for s, time in enumerate(b)]
-    activation, stash, weights = _fit_memory(timeline)
-    activation, stash = ([num_slices * size for size in sizes] for sizes in (activation, stash))
+    activation, stash, weights, less = _fit_memory(timeline)
+    activation, stash, less = ([num_slices * size for size in sizes] for sizes in (activation, stash, less))
+    checkpointing: dict[str, Any] = {}
+    if timeline.schedule.checkpointed:
+        checkpointing = {"recompute": recompute, "checkpointed_activation": less}
     sharding = {} if timeline.sharding is None else _fit_sharding(timeline, timeline.sharding, durations)
     phases = timeline.phases if use_phases else None
     return Costs(
         **_fit_times(phases, steps, (f, b, i, w), overhead, is_split), p2p=find_reasons(timeline).message,
         activation=activation, stash=stash, weights=weights, memory_limit=timeline.memory_limit,
         unit=timeline.unit, memory_unit=timeline.memory_unit, **sharding, **_fit_offloading(timeline),
+        **checkpointing,
     )  # fmt: skip
 
 
@@ -79,8 +84,30 @@ def overhead_per_action(timeline: Timeline) -> float:
     return sum(causes.other for causes in idle_times(timeline)) / max(1, num_steps)
 
 
-def _durations_without_waits(timeline: Timeline) -> dict[tuple[Kind, int], list[float]]:
-    """Durations of the actions that are not in an Overlap, by kind and stage.
+def _take_recomputation(timeline: Timeline, durations: dict[tuple[Kind, int], list[float]]) -> list[float]:
+    """The time that a backward of a checkpointed F takes more, by stage.
+
+    Where all backwards of a stage compute their F again, that is assumed to take as long as F, or as the shortest of
+    them, and `durations` get the rest.
+    """
+    again = _durations_without_waits(timeline, recomputing=True) if timeline.schedule.checkpointed else {}
+    recompute = [_mean(durations.get((Kind.F, stage), ())) for stage in range(timeline.schedule.num_stages)]
+    for (kind, stage), times in again.items():
+        if (kind, stage) in durations:
+            recompute[stage] = max(0.0, _mean(times) - _mean(durations[kind, stage]))
+        else:
+            recompute[stage] = min(recompute[stage], *times)
+            durations[kind, stage] = [time - recompute[stage] for time in times]
+    return recompute
+
+
+def _recomputes(timeline: Timeline, action: Action) -> bool:
+    """Whether an action computes a checkpointed F again."""
+    return action.kind in BACKWARD and timeline.schedule.is_checkpointed(action)
+
+
+def _durations_without_waits(timeline: Timeline, recomputing: bool = False) -> dict[tuple[Kind, int], list[float]]:
+    """Durations of the actions that are not in an Overlap, by kind and stage; of those that compute an F again, or not.
 
     An action during which its stage is gathered or reduced may include a wait for that. It counts as at most the mean
     of the others, if there are others.
@@ -90,7 +117,7 @@ def _durations_without_waits(timeline: Timeline) -> dict[tuple[Kind, int], list[
     for rank in range(timeline.num_ranks):
         events = [] if timeline.sharding is None else list(timeline.sharding_spans(rank))
         for step in timeline.steps(rank):
-            if len(step) == 1:
+            if len(step) == 1 and _recomputes(timeline, step[0].action) == recomputing:
                 span = step[0]
                 waits = any(
                     event.action.stage == span.action.stage and event.start < span.end and span.start < event.end
@@ -238,13 +265,13 @@ def _reduce_time(start: float, end: float, last_gradient: float, units: int) -> 
     return min(end - start, units * (end - last_gradient))
 
 
-def _fit_memory(timeline: Timeline) -> tuple[list[float], list[float], list[float]]:
-    """The activation, stash and constant memory of each stage."""
+def _fit_memory(timeline: Timeline) -> tuple[list[float], ...]:
+    """The activation, stash and constant memory of each stage, and the activation of a checkpointed F."""
     num_stages = timeline.schedule.num_stages
     if timeline.memory is None:
-        return [0.0] * num_stages, [0.0] * num_stages, [0.0] * num_stages
-    changes: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    first_changes: dict[tuple[Kind, int], list[float]] = {}
+        return tuple([0.0] * num_stages for _ in range(4))
+    changes: dict[tuple[Kind, int, bool], list[float]] = defaultdict(list)  # the last: whether its F is checkpointed
+    first_changes: dict[tuple[Kind, int, bool], list[float]] = {}
     weights = [0.0] * num_stages
     during, after = (memoryview(column).cast("d") for column in timeline.memory)
     for rank in range(timeline.num_ranks):
@@ -256,23 +283,30 @@ def _fit_memory(timeline: Timeline) -> tuple[list[float], list[float], list[floa
         at = begin
         for step in timeline.steps(rank):
             kind, stage = step[0].action.kind, step[0].action.stage
+            is_marked = timeline.schedule.is_checkpointed(step[0].action)
             if at == begin:
-                first_changes[kind, stage] = [after[at] - base]
+                first_changes[kind, stage, is_marked] = [after[at] - base]
             elif len(step) == 1:  # the two halves of an Overlap have one level
                 # weights may have been gathered since the previous action; a measured level contains more than those
                 is_exact = kind is Kind.I and not timeline.measured and timeline.sharding is not None
-                changes[kind, stage].append(after[at] - (during[at] if is_exact else after[at - 1]))
+                changes[kind, stage, is_marked].append(after[at] - (during[at] if is_exact else after[at - 1]))
             at += len(step)
     for key, change in first_changes.items():  # less exact in a measured run, which allocates gradients on the way
         changes.setdefault(key, change)
     # full weights and gradients of sharded stages change the level once: most changes are those of a microbatch
     typical = _mean if timeline.sharding is None else median
-    activation = [max(0.0, typical(changes[Kind.F, s] or [0.0])) for s in range(num_stages)]
-    stash = [  # with recomputation it may exceed the activation
-        max(0.0, allocated + typical(changes[Kind.I, s])) if changes[Kind.I, s] else allocated
-        for s, allocated in enumerate(activation)
-    ]
-    return activation, stash, weights
+    kept, less = (
+        [max(0.0, typical(changes[Kind.F, s, is_marked] or [0.0])) for s in range(num_stages)]
+        for is_marked in (False, True)
+    )
+    activation = [kept[s] if changes[Kind.F, s, False] else less[s] for s in range(num_stages)]
+    less = [less[s] if changes[Kind.F, s, True] else kept[s] for s in range(num_stages)]
+    stash = []  # with recomputation it may exceed the activation
+    for s in range(num_stages):
+        is_marked = not changes[Kind.I, s, False]
+        allocated, change = (less if is_marked else activation)[s], changes[Kind.I, s, is_marked]
+        stash.append(max(0.0, allocated + typical(change)) if change else activation[s])
+    return activation, stash, weights, less
 
 
 def _full_memory_at_end(timeline: Timeline, rank: int) -> float:

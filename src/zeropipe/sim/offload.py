@@ -187,6 +187,8 @@ def _find_stays(timeline: Timeline, rank: int) -> list[Stay]:
     for index, step in enumerate(timeline.steps(rank)):
         for _, action, start, end in step:
             key = action.stage, action.microbatch
+            if timeline.schedule.is_checkpointed(action):
+                continue
             if action.kind is Kind.F:
                 forwards[key] = index, end
             elif action.kind in BACKWARD:

@@ -19,11 +19,13 @@ def with_overlaps(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     """The schedule whose neighbouring F and B (or I) of different microbatches are Overlaps.
 
     Two of them are joined if the inputs of both exist when the first one starts, in the simulation with these costs. So
-    no step waits for a later one. ConfigError for a schedule with OFFLOAD: it is placed after this.
+    no step waits for a later one. ConfigError for a schedule with OFFLOAD or checkpointed F: choose them later.
     """
     require_schedule(schedule)
     if schedule.offloading is not None:
         raise ConfigError(f"{schedule.name} has OFFLOAD and RELOAD: make Overlaps first, then zp.with_offload")
+    if schedule.checkpointed:
+        raise ConfigError(f"{schedule.name} has checkpointed F: make Overlaps first, then zp.with_checkpointing")
     timeline = simulate(schedule, require_stage_costs(costs))
     ends = find_ends(timeline)
     rows = [list(_join(timeline, rank, ends)) for rank in range(schedule.num_ranks)]

@@ -194,7 +194,7 @@ def simulate_kernel(
     durations, savings, num_stages = costs.durations, costs.savings, costs.num_stages
     activation, released, stash = costs.activation, costs.released, costs.stash
     num_weight_parts = costs.num_weight_parts
-    num_rows = costs.num_slices * num_stages
+    num_rows = costs.num_rows
     edges, travel, transfer = costs.edges, costs.travel, costs.transfer
     ended, arrived, waiter = results.ended, results.arrived, results.waiter
     stack, position = ranks.stack, ranks.position
@@ -300,7 +300,7 @@ def simulate_kernel(
                 if to[half] >= 0:
                     offset = copy_offset(microbatch_of(code), costs.second_from, num_stages)
                     message = message_index(offset, stage_of(code), 0 if kind == F else 1)
-                    message += row // num_stages * costs.num_messages
+                    message += row % (costs.num_slices * num_stages) // num_stages * costs.num_messages
                     blocks = half < ranks.first_nonblocking[rank] or half > ranks.last_nonblocking[rank]
                     sent = now if blocks else finish
                     if costs.serial_links and edge_free[edges[message]] > sent:
@@ -324,12 +324,13 @@ def simulate_kernel(
 
 
 def _row_of(code: int, costs: CostTables) -> int:
-    """The index of an action's slice and stage in the tables of costs."""
-    stage: int = stage_of(code)
-    if costs.num_slices == 1:
-        return stage
-    slice: int = microbatch_of(code) % costs.num_slices
-    return slice * costs.num_stages + stage
+    """The index of an action's slice and stage in the tables of costs, or that of a checkpointed F and its backward."""
+    row: int = stage_of(code)
+    if costs.num_slices > 1:
+        row += microbatch_of(code) % costs.num_slices * costs.num_stages
+    if len(costs.checkpointed) > 0:
+        row += costs.checkpointed[stage_of(code) * costs.num_microbatches + microbatch_of(code)] * costs.num_rows // 2
+    return row
 
 
 def _run_sharding_action(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Iterable, Sequence
+from itertools import chain, product
 from typing import NamedTuple
 
 from zeropipe.core.action import B, F
@@ -21,10 +21,11 @@ from zeropipe.sim.slice_costs import SliceCosts
 class CostTables(NamedTuple):
     """Times by kind, slice and stage, messages by slice and `message_index`, memory by slice and stage.
 
-    The index of a slice and stage is their row: slice * num_stages + stage.
+    The index of a slice and stage is their row: slice * num_stages + stage. Where a schedule has checkpointed F, as
+    many rows of their costs follow.
     """
 
-    durations: Floats  # at kind * num_slices * num_stages + row; for W, of one part
+    durations: Floats  # at kind * num_rows + row; for W, of one part
     savings: Floats  # the time that an Overlap of a stage's F and B saves
     phase_savings: Floats  # the same of stages with phases: by has B (or I), class of the stage of F, of the other
     phase_class: Ints  # of each stage: stages with equal phases are one class; empty without phases
@@ -42,6 +43,9 @@ class CostTables(NamedTuple):
     f_workspace: Floats
     workspace: Floats  # of a B
     i_workspace: Floats
+    num_rows: int
+    checkpointed: Ints  # by stage and microbatch, whether its F is checkpointed; empty if none is
+    num_microbatches: int
     num_stages: int
     num_slices: int
     num_weight_parts: int
@@ -74,13 +78,16 @@ class OffloadTables(NamedTuple):
 def build_cost_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> CostTables:
     """The tables of `schedule` under `costs`."""
     num_stages, num_weight_parts = schedule.num_stages, schedule.problem.num_weight_parts
-    sliced = SliceCosts.of(schedule, costs)
-    f, b, i, w, overlap = sliced.times()
-    stash, f_workspace, workspace, i_workspace = (sliced.rows(name) for name in ("stash", *WORKSPACES))
-    activation, released, key_gradients = sliced.memory()
+    both = [costs, *([costs.with_all_checkpointed(num_stages)] if schedule.checkpointed else [])]
+    sliced = [SliceCosts.of(schedule, one) for one in both]
+    f, b, i, w, overlap = _concatenate(one.times() for one in sliced)
+    stash, f_workspace, workspace, i_workspace = _concatenate(
+        [one.rows(name) for name in ("stash", *WORKSPACES)] for one in sliced
+    )
+    activation, released, key_gradients = _concatenate(one.memory() for one in sliced)
     costs.require_ranks(schedule.num_ranks)
     numbers, edges = number_edges(schedule.placement)
-    travel, transfer = _message_times(schedule, costs, numbers, edges, sliced.shares)
+    travel, transfer = _message_times(schedule, costs, numbers, edges, sliced[0].shares)
     phase_class, pair_savings = phase_savings(costs, num_stages)
     return CostTables(
         durations=xp.list_floats([*f, *b, *i, *(time / num_weight_parts for time in w)]),
@@ -93,9 +100,24 @@ def build_cost_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> CostTable
         activation=xp.list_floats(activation), released=xp.list_floats(released),
         key_gradients=xp.list_floats(key_gradients), stash=xp.list_floats(stash),
         f_workspace=xp.list_floats(f_workspace), workspace=xp.list_floats(workspace),
-        i_workspace=xp.list_floats(i_workspace), num_stages=num_stages,
-        num_slices=schedule.num_slices, num_weight_parts=num_weight_parts, second_from=schedule.second_slice_from,
+        i_workspace=xp.list_floats(i_workspace), num_rows=len(f), checkpointed=_list_marks(xp, schedule),
+        num_microbatches=schedule.problem.total_slices, num_stages=num_stages, num_slices=schedule.num_slices,
+        num_weight_parts=num_weight_parts, second_from=schedule.second_slice_from,
     )  # fmt: skip
+
+
+def _concatenate(parts: Iterable[Sequence[list[float]]]) -> list[list[float]]:
+    """The lists of all parts, each followed by the same one of the next part."""
+    return [list(chain.from_iterable(lists)) for lists in zip(*parts, strict=True)]
+
+
+def _list_marks(xp: Arrays, schedule: Schedule) -> Ints:
+    """Whether each F is checkpointed, by stage and microbatch; empty if none is."""
+    size = schedule.problem.total_slices
+    marks = xp.full_ints(schedule.num_stages * size if schedule.checkpointed else 0)
+    for stage, number in schedule.checkpointed:
+        marks[stage * size + number] = 1
+    return marks
 
 
 def phase_savings(costs: Costs, num_stages: int) -> tuple[list[int], list[float]]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.colors import shade_table
-from zeropipe.viz.columns import LOWER, UPPER, WHOLE
+from zeropipe.viz.columns import LOWER, UPPER, WHOLE, find_checkpointed
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,21 @@ class Boxes:
     num_shades: int
     makespan: float
     slice: NDArray[np.int64] | None = None  # None in a schedule without slices
+    checkpointed: frozenset[int] = frozenset()  # the boxes of F that are
 
     @property
     def num_ranks(self) -> int:
         return len(self.offsets) - 1
 
     def label(self, i: int) -> str:
-        """The microbatch of a box, `3`, or with its slice, `3.1`."""
-        return f"{self.microbatch[i]}{'' if self.slice is None else f'.{self.slice[i]}'}"
+        """The microbatch of a box, `3`, or with its slice, `3.1`; that of a checkpointed F, `3c`."""
+        of_slice, mark = "" if self.slice is None else f".{self.slice[i]}", "c" if i in self.checkpointed else ""
+        return f"{self.microbatch[i]}{of_slice}{mark}"
 
     @property
     def longest_label(self) -> int:
         """The length of the longest label."""
-        longest = len(str(self.microbatch.max(initial=0)))
+        longest = len(str(self.microbatch.max(initial=0))) + bool(self.checkpointed)
         return longest if self.slice is None else longest + 1 + len(str(self.slice.max(initial=0)))
 
     def names(self) -> list[str]:
@@ -65,6 +67,7 @@ def boxes(timeline: Timeline) -> Boxes:
     return Boxes(
         np.array(timeline.schedule.packed.offsets, np.int64), start, end, kind, stage, microbatch, half,
         shades[copy, stage], int(shades.max(initial=0)) + 1, timeline.makespan, slice_,
+        frozenset(find_checkpointed(timeline.schedule)),
     )  # fmt: skip
 
 

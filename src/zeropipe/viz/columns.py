@@ -9,12 +9,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from zeropipe.core import explain
+from zeropipe.core.action import F
 from zeropipe.core.jit import Floats, Ints, arrays
 from zeropipe.core.packed import is_joined, kind_of, microbatch_of, stage_of
+from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.viz.lanes import LOOKS, Move
 
 WHOLE, UPPER, LOWER = 0, 1, 2  # an Overlap is a box in two halves: forward above, backward below
+CHECKPOINTED = 1 << 6  # in a head
 LARGEST_FLOAT = 3.4028234663852886e38  # of four bytes
 _TYPECODES = {"i4": "i", "u2": "H", "u1": "B", "f4": "f"}  # type of the viewer -> of array.array
 
@@ -37,7 +40,7 @@ class BoxColumns(NamedTuple):
     own: Ints
     waited: Ints
     stage: Ints
-    head: Ints  # the kind, and above its four bits the half
+    head: Ints  # the kind, and above its four bits the half, and above its two bits whether it is a checkpointed F
 
 
 def build_columns(timeline: Timeline, tick: float, moves: Sequence[Move]) -> dict[str, Column]:
@@ -52,6 +55,9 @@ def build_columns(timeline: Timeline, tick: float, moves: Sequence[Move]) -> dic
         columns_kernel, xp.ints(timeline.schedule.packed.codes), xp.floats(timeline.start), xp.floats(timeline.end),
         xp.list_ints(why.remote), xp.list_ints(why.own), xp.list_ints(why.waited), timeline.first_start, tick, box,
     )  # fmt: skip
+
+    for at in find_checkpointed(timeline.schedule):
+        box.head[at] |= CHECKPOINTED
 
     def of_boxes(name: str, kind: str = "i4") -> Column:
         return Column(kind, size, xp.small_bytes(getattr(box, name), _TYPECODES[kind]))
@@ -73,6 +79,15 @@ def build_columns(timeline: Timeline, tick: float, moves: Sequence[Move]) -> dic
         columns["laneLook"] = _column("u1", (LOOKS.index(move.look) for move in moves))
     columns["head"] = of_boxes("head", "u1")
     return columns
+
+
+def find_checkpointed(schedule: Schedule) -> list[int]:
+    """The boxes of checkpointed F."""
+    if not schedule.checkpointed:
+        return []
+    codes = enumerate(schedule.packed.view)
+    marks = schedule.checkpointed
+    return [at for at, code in codes if kind_of(code) == F and (stage_of(code), microbatch_of(code)) in marks]
 
 
 def _column(kind: str, values: Iterable[Any]) -> Column:

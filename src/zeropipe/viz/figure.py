@@ -101,6 +101,8 @@ def _legend(
         half = (FONT - 1) / 2
         halves = [Rect(0, 1 + n * half, 12, half, shades(kind, 1)[0]) for n, kind in enumerate("FB")]
         keys.append(("F and B overlapped" if style.is_wide else "F&B", halves))
+    if style.labels != "none" and any(model.checkpointed for model in models):
+        keys.append(("c checkpointed" if style.is_wide else "c", []))
     for look in looks:
         words = LANE_WORDS[look]
         text = words if style.is_wide else words.split()[0]

@@ -114,6 +114,8 @@ def _legend(models: Sequence[Boxes], dense: Sequence[bool], plain: bool, width: 
         count = 1 if all(dense) else max(m.num_shades for m in models)
         kinds = sorted({int(k) for m in models for k in np.unique(m.kind)})
         entries[:0] = [_kind_entry(KINDS[kind], count, plain) for kind in kinds]
+    if any(m.checkpointed for m in models):
+        entries.append(Text("c checkpointed", "dim"))
     entries += [Text.assemble(_lane_mark(look, plain), f" {LANE_WORDS[look]}") for look in looks]
     lines = [entries[0]]
     for entry in entries[1:]:

@@ -2,7 +2,7 @@
 
 Both of torch's forms are read: `compute_only`, and `compute_comms` with SEND, RECV, UNSHARD, RESHARD and REDUCE_GRAD.
 Extensions that torch does not have: a W in n parts is n cells with the same text; OFFLOAD and RELOAD; an action of a
-slice is 0F0.1.
+slice is 0F0.1; a checkpointed F is 0F0c.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def has_messages(text: str) -> bool:
     return "SEND_" in text or "RECV_" in text
 
 
-_OTHER_SEPARATOR = re.compile(r"^\s*\d+[A-Z_]+\d*(?:\.\d+)?\s*[;\t |]\s*\d")
+_OTHER_SEPARATOR = re.compile(r"^\s*\d+[A-Z_]+\d*(?:\.\d+)?c?\s*[;\t |]\s*\d")
 
 
 def _parse_rows(text: str) -> list[list[Step]]:

@@ -14,7 +14,7 @@ from zeropipe.core.complete import check_actions
 from zeropipe.core.formats.parse import parse_json, require_text
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.offload_timeline import Offloading
-from zeropipe.core.packed import PackedRows, pack
+from zeropipe.core.packed import PackedRows, find_marks, pack
 from zeropipe.core.phases import LayerPhases, Phases, PhaseTimes
 from zeropipe.core.placement import (
     Placement,
@@ -106,7 +106,8 @@ def _parse_schedule(data: dict[str, Any]) -> Schedule:
     packed = PackedRows.of(pack(map(parse_step, row.split()), problem.num_slices) for row in rows)
     require_num_actions(problem, packed.num_codes)
     named = match_placement(placement.copies, placement.second_from, problem)
-    return Schedule.of_packed(problem, named, packed, str(data["name"]))
+    marks = find_marks((map(parse_step, row.split()) for row in rows if "c" in row), problem.num_slices)
+    return Schedule.of_packed(problem, named, packed, str(data["name"]), marks)
 
 
 def _require_known_fields(data: dict[str, Any]) -> None:

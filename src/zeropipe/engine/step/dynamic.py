@@ -36,7 +36,7 @@ def find_movable(row: Sequence[Step], stages: Mapping[int, StageInfo]) -> dict[A
     last: dict[Action, int] = {}
     available: dict[int, list[Action]] = defaultdict(list)  # Ws that may run anywhere after this position
     for position, action in enumerate(actions):
-        stage, kind, microbatch, _ = action
+        stage, kind, microbatch, *_ = action
         if kind is Kind.I:
             backward[stage, microbatch] = position
         if kind is Kind.W:

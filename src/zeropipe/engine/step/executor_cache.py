@@ -161,7 +161,11 @@ def find_edges(placement: Placement) -> set[tuple[int, int]]:
 def _select_forwards(schedule: Schedule) -> Schedule:
     """The schedule's forwards in its own order; with slices, each microbatch where its first slice is."""
     rows: list[list[Action]] = [
-        [action._replace(slice=None) for action in actions_of(row) if action.kind is Kind.F and not action.slice]
+        [
+            action._replace(slice=None, checkpointed=False)
+            for action in actions_of(row)
+            if action.kind is Kind.F and not action.slice
+        ]
         for row in schedule.rows
     ]
     return Schedule.of(replace(schedule.problem, num_slices=1), schedule.placement, rows, schedule.name)

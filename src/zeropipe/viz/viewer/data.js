@@ -40,6 +40,7 @@ function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, pa
   const end = new Float64Array(size);
   const kind = new Uint8Array(size);
   const half = new Uint8Array(size);
+  const checkpointed = new Uint8Array(size);
   const shade = new Uint8Array(size);
   const rank = new Uint16Array(size);
   // with slices, the column has the number of each slice among those of all microbatches
@@ -55,7 +56,8 @@ function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, pa
     running += microbatch[i];
     microbatch[i] = running;
     kind[i] = head[i] & 15;
-    half[i] = head[i] >> 4;
+    half[i] = (head[i] >> 4) & 3;
+    checkpointed[i] = head[i] >> 6;
     shade[i] = timeline.shades[running >= secondFrom ? 1 : 0][stage[i]];
     remote[i] = remote[i] ? i - remote[i] : -1;
     own[i] = own[i] ? i - own[i] : -1;
@@ -64,16 +66,21 @@ function unpacked(timeline, { gap, duration, microbatch, remote, own, waited, pa
   for (let r = 0; r < timeline.ranks; r++) rank.fill(r, timeline.offsets[r], timeline.offsets[r + 1]);
   const timeOf = (ticks) => (timeline.tick < 1 ? ticks / perTick : ticks * timeline.tick);
   const lane = laneStart && { start: Float64Array.from(laneStart, timeOf), end: Float64Array.from(laneEnd, timeOf), stage: laneStage, microbatch: laneMicrobatch, look: laneLook, tracks: (timeline.laneOffsets.length - 1) / timeline.ranks };
-  return { size, start, end, kind, half, shade, rank, stage, microbatch, remote, own, waited, path, during, after, lane };
+  return { size, start, end, kind, half, checkpointed, shade, rank, stage, microbatch, remote, own, waited, path, during, after, lane };
 }
 
 export function nameOf(timeline, i) {
-  return `${timeline.stage[i]}${KINDS[timeline.kind[i]]}${microbatchOf(timeline, i)}`;
+  return `${timeline.stage[i]}${KINDS[timeline.kind[i]]}${shortNameOf(timeline, i)}`;
 }
 
 /** The microbatch of a box, `3`, or with its slice, `3.1`. */
 export function microbatchOf(timeline, i) {
   return numberOf(timeline, timeline.microbatch[i]);
+}
+
+/** The text of a box: its microbatch, with the mark of a checkpointed F, `3c`. */
+export function shortNameOf(timeline, i) {
+  return microbatchOf(timeline, i) + (timeline.checkpointed[i] ? "c" : "");
 }
 
 /** A number among the microbatches, or among the slices of all of them, as a text. */

@@ -68,6 +68,7 @@ function describeBox(timeline, i, kinds) {
     ["end", text(timeline.end[i])],
     ["duration", text(timeline.end[i] - timeline.start[i])],
   ];
+  if (timeline.checkpointed[i]) lines.push(["checkpointed", "its backward computes it again"]);
   if (step.length > 1) lines.push(["together with", nameOf(timeline, step[0] === i ? step[1] : step[0])]);
   lines.push(["waited for", waitText(timeline, i, text)]);
   if (timeline.during) lines.push(["memory", sizeText(timeline.during[i], timeline.memoryUnit)]);

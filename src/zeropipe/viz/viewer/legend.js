@@ -25,6 +25,9 @@ export function buildBar(state, timelines, actions) {
     const both = element("span", { className: "zp-swatch zp-both" });
     legend.append(element("span", { className: "zp-key" }, both, element("span", { className: "zp-words" }, "overlap: F above, B below"), element("span", { className: "zp-short" }, "F&B")));
   }
+  if (timelines.some((t) => t.checkpointed.includes(1))) {
+    legend.append(element("span", { className: "zp-key" }, element("b", {}, "c"), element("span", { className: "zp-words" }, "checkpointed")));
+  }
   for (const [look, words] of Object.entries(state.data.lane).filter(([name]) => timelines.some((t) => t.laneLooks?.includes(name)))) {
     const thin = element("span", { className: `zp-swatch zp-thin zp-${look}` });
     legend.append(element("span", { className: "zp-key" }, thin, element("span", { className: "zp-words" }, words), element("span", { className: "zp-short" }, words.split(" ")[0])));

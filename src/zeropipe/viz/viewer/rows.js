@@ -1,7 +1,7 @@
 // Paints one timeline's boxes: one by one where they are wide enough, as bands where they are not.
 
 import { Strip, isNarrow, scanRow } from "./bands.js";
-import { LOWER, UPPER, microbatchOf, nameOf } from "./data.js";
+import { LOWER, UPPER, nameOf, shortNameOf } from "./data.js";
 import { paintPhases } from "./phases.js";
 
 const SMALLEST = 8; // CSS pixels of a label's font
@@ -99,7 +99,7 @@ function paintLabels(context, timeline, paint, view, layout, boxes, labels) {
 }
 
 function labelOf(timeline, i, labels) {
-  return labels === "action" ? nameOf(timeline, i) : microbatchOf(timeline, i);
+  return labels === "action" ? nameOf(timeline, i) : shortNameOf(timeline, i);
 }
 
 /** The largest font in which the longest label fits enough of the boxes; 0 if there is none. */
