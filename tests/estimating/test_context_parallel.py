@@ -1,7 +1,8 @@
 """Parts of sequences in costs and plans: against hand arithmetic, the engine's parts, files, plans and dry runs."""
 
-import dataclasses
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,81 @@ def test_keys_are_gathered_where_heads_do_not_divide(costs):
     assert dense(costs, cp=64, ac="none").flops == dense(costs, cp=1, ac="none").flops / 64
 
 
+def test_a_ring_hides_its_messages_behind_attention():
+    """16 processes of cp with 8 of tp: a head of keys each. In the backward float32 gradients go round with keys."""
+    wish = {"sequence": TOKENS, "cp": 16, "tp": 8, "sequence_parallel": True, "compile": False, "ac": ["none", "full"]}
+    costs, gathered = (zp.estimate("llama-3-70b", **wish, cp_exchange=name) for name in ("auto", "gather"))
+    assert [setting.exchange for setting in costs.settings] == ["ring", "ring"], "between machines"
+    plain, full = (one.kinds["dense"] for one in costs.settings)
+    elements = TOKENS * 2 * WIDTH
+    assert plain.f_exchange == 2 * elements == gathered.settings[0].kinds["dense"].f_exchange
+    assert plain.i_exchange == pytest.approx(2 * elements + 4 * elements * 16 / 15)
+    assert full.i_exchange == pytest.approx(plain.i_exchange + plain.f_exchange)
+    assert full.i_beside == pytest.approx(plain.i_beside + plain.f_beside)
+    priced = costs.price_exchanges(costs.settings[0]).kinds["dense"]
+    assert priced.f_exchange == priced.i_exchange == 0, "attention takes longer"
+    slow = replace(costs, inter_node=costs.inter_node._replace(bandwidth=NETWORK / 10))
+    exposed = slow.price_exchanges(costs.settings[0]).kinds["dense"]
+    assert exposed.f_exchange == pytest.approx(plain.f_exchange * 15 / 16 / (NETWORK / 10) - plain.f_beside)
+    assert exposed.f == pytest.approx(plain.f + exposed.f_exchange)
+
+
+def test_a_ring_needs_less_memory_than_gathered_keys():
+    wish = {"sequence": 2**20, "cp": 16, "tp": 8, "sequence_parallel": True, "compile": False, "ac": ["none", "full"]}
+    ring, gathered = (zp.estimate("llama-3-70b", **wish, cp_exchange=name) for name in ("auto", "gather"))
+    one, other = ([setting.kinds["dense"] for setting in costs.settings] for costs in (ring, gathered))
+    part, heads = 2**20 / 16, 8
+    keys = 2 * 2 * WIDTH * (2**20 * (1 + heads) - part)  # of all tokens, for all heads too; not those of its own part
+    assert other[0].activation - one[0].activation == keys, "it keeps its own keys"
+    assert other[1].activation == one[1].activation
+    assert one[1].workspace < 0.7 * other[1].workspace
+
+
+def test_what_cannot_have_a_ring_gathers_keys():
+    """Compiled, packed or with windows; in one machine and short; and as it is wished."""
+    wish = {"sequence": TOKENS, "cp": 64, "compile": False}
+    for changes, wanted in (
+        ({}, "ring"), ({"compile": True}, "gather"), ({"sample": 1024}, "gather"), ({"dense_mask": True}, "gather"),
+        ({"gpus_per_node": 64, "sequence": 32768}, "gather"), ({"cp_exchange": "gather"}, "gather"),
+        ({"cp_exchange": "ring", "dense_mask": True}, "ring"), ({"cp": 4}, "heads"), ({"cp": 1}, ""),
+    ):  # fmt: skip
+        assert zp.estimate("llama-3-8b", **{**wish, **changes}).settings[0].exchange == wanted, changes
+    config = {"model_type": "mistral", "hidden_size": 4096, "intermediate_size": 64, "num_hidden_layers": 2,
+              "num_attention_heads": 32, "vocab_size": 64}  # fmt: skip
+    assert zp.estimate({**config, "sliding_window": 4096}, **wish).settings[0].exchange == "gather"
+    assert zp.estimate({**config, "sliding_window": None}, **wish).settings[0].exchange == "ring"
+    for name, words in (("rings", "must be auto or one of heads, gather, ring"), ("heads", "must divide num_att")):
+        with pytest.raises(ConfigError, match=f"cp_exchange='{name}': .*{words}"):
+            zp.estimate("llama-3-8b", **wish, cp_exchange=name)
+    with pytest.raises(ConfigError, match="cp_exchange='ring': a ring does not run compiled"):
+        zp.estimate("llama-3-8b", sequence=TOKENS, cp=64, cp_exchange="ring")
+
+
+def test_a_plan_names_and_writes_the_ring(tmp_path, monkeypatch, capsys):
+    """10 heads do not divide over 4 processes; its file, and its dry run, have the ring that was priced."""
+    monkeypatch.chdir(tmp_path)
+    model = {"model_type": "llama", "hidden_size": 1280, "intermediate_size": 2560, "num_hidden_layers": 4,
+             "num_attention_heads": 10, "num_key_value_heads": 2, "vocab_size": 1024,
+             "max_position_embeddings": 2**20}  # fmt: skip
+    Path("model.json").write_text(json.dumps(model))
+    args = ["plan", "model.json", "--gpus", "4", "--batch", "4", "--sequence", "512K", "--cp", "4", "--ranks", "1"]
+    args += ["--tp", "1", "--microbatch", "1", "--ac", "full", "--schedules", "1f1b", "--search-seconds", "0"]
+    main([*args, "-o", "run.toml"])
+    assert "1x1x1 cp4 ring" in capsys.readouterr().out
+    assert '\ncp_exchange = "ring"\n' in Path("run.toml").read_text()
+    made = zp.plan("model.json", gpus=4, batch=4, sequence=2**19, cp=4, pp=1, tp=1, ac="full", microbatch_sizes=1,
+                   schedules="1f1b", **{**ALONE, "compile": False})  # fmt: skip
+    shown = preview(read_run("run.toml", []))
+    assert shown.prediction.step == pytest.approx(made.best.step)
+    assert max(rank.peak for rank in shown.ranks) == pytest.approx(made.best.memory.peak, rel=1e-3)
+    gathered = preview(read_run("run.toml", ["--mesh.cp_exchange", "gather"]))
+    assert max(rank.peak for rank in gathered.ranks) > made.best.memory.peak
+    compiled = zp.plan("model.json", gpus=4, batch=4, sequence=2**19, cp=4, pp=1, tp=1, ac="full", microbatch_sizes=1,
+                       schedules="1f1b", **ALONE)  # fmt: skip
+    assert "a ring of keys" in {item.name for item in compiled.untried}
+    assert "a ring of keys" not in {item.name for item in made.untried}
+
+
 def test_tp_takes_the_neighbours():
     costs = zp.estimate("llama-3-70b", sequence=TOKENS, cp=2, tp=8, sequence_parallel=True)
     layer = costs.settings[0].kinds["dense"]
@@ -128,7 +204,7 @@ def test_weights_are_sharded_over_parts_too():
                    microbatch_sizes=1, **ALONE)  # fmt: skip
     assert made.best.candidate.layout == Layout(1, 2, 1, cp=4, shard_cp=True)
     assert made.best.memory.optimizer == pytest.approx(12 * 8.03e9 / 8, rel=0.01)
-    alone = dataclasses.replace(made.best.candidate, layout=Layout(1, 2, 1, cp=4))
+    alone = replace(made.best.candidate, layout=Layout(1, 2, 1, cp=4))
     copied = score_candidate(made.context, alone, alone.build_schedule(), made.best.counts)
     assert copied.memory.optimizer == pytest.approx(12 * 8.03e9 / 2, rel=0.01)
     sums = 2 * 3 / 4 * 8.03e9 / 2 * 4 / NVLINK

@@ -233,6 +233,7 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
                 source, gpu=planned.gpu, sequence=planned.sequence, compile=planned.compile, tp=request.tp,
                 sequence_parallel=request.sequence_parallel, microbatch_size=request.microbatch_size, ac=request.ac,
                 dtype=planned.dtype, lora=planned.lora, ep=request.ep, cp=request.cp,
+                gpus_per_node=planned.gpus_per_node,
             )  # fmt: skip
             names = (planned.model_name, find_gpu(planned.gpu).name)
         limit = max(0.0, _memory(planned, source) - planned.reserve * 1e9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zeropipe.cli import output
+from zeropipe.core.model.cp_exchange import HEADS
 from zeropipe.core.model.layers import format_counts
 from zeropipe.core.units import count_text, gigabytes
 
@@ -12,10 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from zeropipe.planning.layouts import Layout
     from zeropipe.planning.levers import Lever
     from zeropipe.planning.result import Plan
-    from zeropipe.planning.rows import PlanRow
+    from zeropipe.planning.rows import Candidate, PlanRow
 
 NUM_MISFITS = 3
 EXPOSED = ", cp: parts of sequences, ep: experts divided; exposed: exchanges that no computation hides"
@@ -135,7 +135,7 @@ def _create_table(cells: dict[str, list[str]], console: Console, exposed: list[s
 def _cells(made: Plan, row: PlanRow) -> list[str]:
     candidate, mfu = row.candidate, made.mfu(row)
     return [
-        _mesh_text(candidate.layout) + " rg" * (candidate.shards == "regather") + " off" * candidate.offload,
+        _mesh_text(candidate, made.context.setting(candidate).exchange),
         candidate.title,
         f"{candidate.num_microbatches}x{candidate.microbatch_size}", candidate.ac, output.time_text(row.step, "s"),
         f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.idle_fraction),
@@ -143,9 +143,13 @@ def _cells(made: Plan, row: PlanRow) -> list[str]:
     ]  # fmt: skip
 
 
-def _mesh_text(layout: Layout) -> str:
+def _mesh_text(candidate: Candidate, exchange: str) -> str:
+    """A mesh, what attention exchanges over cp, if that is not heads, and how memory is saved."""
+    layout = candidate.layout
     cp, ep = (f" {name}{size}" if size > 1 else "" for name, size in (("cp", layout.cp), ("ep", layout.ep)))
-    return f"{layout.pp}x{layout.dp_shard}x{layout.tp}{' sp' * layout.sequence_parallel}{cp}{ep}"
+    keys = f" {exchange}" if exchange not in ("", HEADS) else ""
+    more = " rg" * (candidate.shards == "regather") + " off" * candidate.offload
+    return f"{layout.pp}x{layout.dp_shard}x{layout.tp}{' sp' * layout.sequence_parallel}{cp}{keys}{ep}{more}"
 
 
 def _exposed_text(row: PlanRow) -> str:

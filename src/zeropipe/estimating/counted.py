@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from zeropipe.core.model.cp_exchange import HEADS
 from zeropipe.core.model.layers import find_excess_layers
 from zeropipe.core.model.operators import LOSS, Counted, Op
 from zeropipe.errors import ConfigError
@@ -70,6 +71,9 @@ class CountedModel:
 
     def allows_cp(self, cp: int) -> bool:
         return cp == 1
+
+    def choose_exchange(self, wanted: str, cp: int, tp: int, sequence: int, crosses: bool, no_ring: str) -> str:
+        return HEADS  # it has no parts of sequences
 
     def exchanged_bytes(self, kind: str, sizes: Sizes) -> float:
         return 0.0

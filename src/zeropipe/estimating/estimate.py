@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.core.model.cp_exchange import EXCHANGES, HEADS
 from zeropipe.core.model.operators import FULL_HEAD, HEAD, LOSS
 from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.estimating.adapters import add_adapters, freeze
@@ -51,6 +52,8 @@ def estimate(
     dense_mask: bool = False,
     cp: int | Sequence[int] = 1,
     fused_head: bool = True,
+    cp_exchange: str = "auto",
+    gpus_per_node: int = 8,
 ) -> LayerCosts:
     """Estimate the costs of a model's layers from their shapes. `zeropipe profile` measures them.
 
@@ -62,13 +65,15 @@ def estimate(
     token is sent once to each "expert" of it, or to each "process" that has some. With `sample` a sequence is a row of
     packed samples of so many tokens, which attend within themselves (`engine.attention`). With `dense_mask` a mask
     keeps the samples of a row apart. `cp` divides every sequence over so many GPUs. `fused_head` computes the loss in
-    chunks of tokens, as the engine does by default where the model allows it, but not with `cp`.
+    chunks of tokens, as the engine does by default where the model allows it, but not with `cp`. `cp_exchange` is that
+    of a training file: with "auto" it is chosen by heads, length and whether `cp` is within a machine of
+    `gpus_per_node`.
     """
     opened, machine = open_model(model), find_gpu(gpu, efficiency)
     dtype = DTYPE_NAMES.get(str(dtype), dtype)
     if str(dtype) not in DTYPES:
         raise ConfigError(f"dtype={short(dtype)}: must be one of {', '.join(DTYPES)}")
-    require_positive_integers(sequence=sequence)
+    require_positive_integers(sequence=sequence, gpus_per_node=gpus_per_node)
     require_sample(sample, sequence)
     sizes, tp_sizes = _list_integers("microbatch_size", microbatch_size), _list_integers("tp", tp)
     for name, value in (("compile", compile), ("fused_head", fused_head)):
@@ -79,13 +84,22 @@ def estimate(
     ep_sizes = _list_integers("ep", ep)
     _require_experts(opened, ep_sizes, tp_sizes, imbalance, dispatch, lora)
     cp_sizes = _list_integers("cp", cp)
-    _require_parts(opened, cp_sizes)
+    _require_parts(opened, cp_sizes, cp_exchange)
+    no_ring = _explain_no_ring(compile, sample, dense_mask and cp_exchange == "auto")
+    exchanges = {
+        (num_parts, num_shards): opened.choose_exchange(
+            cp_exchange, num_parts, num_shards, sequence, num_parts * num_shards > gpus_per_node, no_ring
+        )
+        for num_parts in cp_sizes for num_shards in tp_sizes
+    }  # fmt: skip
     settings = [
         _estimate_setting(
             opened, Pricing(machine, dtype, compile, num_shards), mode, size,
             Sizes(
                 size * part_length(sequence, num_parts, num_shards if is_parallel else 1), sequence, DTYPES[dtype],
-                num_shards, is_parallel, num_experts, imbalance, dispatch, sample or 0, dense_mask, num_parts,
+                num_shards, is_parallel, num_experts, imbalance, dispatch, sample or 0,
+                dense_mask or (sample is not None and exchanges[num_parts, num_shards] != HEADS), num_parts,
+                exchanges[num_parts, num_shards],
             ),
             lora, fused_head and 1 in cp_sizes,
         )
@@ -184,8 +198,17 @@ def _require_experts(
             raise ConfigError(f"ep={ep}: {model.name} has {has}")
 
 
-def _require_parts(model: ShapedModel | CountedModel, cp_sizes: list[int]) -> None:
-    """ConfigError for sizes of `cp` that a model is not estimated for."""
+def _explain_no_ring(compile: bool, sample: int | None, dense_mask: bool) -> str:
+    """Why attention passes no keys round a ring; with dense masks it would compute slow products."""
+    if compile:
+        return "a ring does not run compiled"
+    return "samples are packed" if sample or dense_mask else ""
+
+
+def _require_parts(model: ShapedModel | CountedModel, cp_sizes: list[int], exchange: str) -> None:
+    """ConfigError for sizes of `cp` that a model is not estimated for, and for an unknown exchange."""
+    if exchange not in ("auto", *EXCHANGES):
+        raise ConfigError(f"cp_exchange={short(exchange)}: must be auto or one of {', '.join(EXCHANGES)}")
     for cp in cp_sizes:
         if not model.allows_cp(cp):
             reason = (
@@ -227,7 +250,15 @@ def _estimate_setting(
     }  # fmt: skip
     costs[STAGE] = LayerCost(0.0, 0.0, 0.0, activation=model.shared_bytes(sizes))
     return Setting(
-        costs, mode, microbatch_size, pricing.tp, pricing.compile, sizes.sequence_parallel, sizes.ep, sizes.cp
+        costs,
+        mode,
+        microbatch_size,
+        pricing.tp,
+        pricing.compile,
+        sizes.sequence_parallel,
+        sizes.ep,
+        sizes.cp,
+        sizes.exchange if sizes.cp > 1 else "",
     )
 
 

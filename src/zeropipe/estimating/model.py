@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+from zeropipe.core.model.cp_exchange import HEADS, AttentionHeads, parse_exchange
 from zeropipe.core.model.operators import HEAD, LOSS, Op
 from zeropipe.errors import ConfigError
 from zeropipe.estimating.counted import CountedModel
@@ -68,6 +69,10 @@ class Model(Protocol):
 
     def allows_cp(self, cp: int) -> bool:
         """Whether each of `cp` GPUs can have a part of every sequence, and the estimate knows it."""
+        ...
+
+    def choose_exchange(self, wanted: str, cp: int, tp: int, sequence: int, crosses: bool, no_ring: str) -> str:
+        """What attention exchanges over `cp`, which crosses machines or not; `no_ring`: why that is no ring."""
         ...
 
     def exchanged_bytes(self, kind: str, sizes: Sizes) -> float:
@@ -150,6 +155,18 @@ class ShapedModel:
 
     def allows_cp(self, cp: int) -> bool:
         return cp == 1 or not self.shape.is_multimodal
+
+    def choose_exchange(self, wanted: str, cp: int, tp: int, sequence: int, crosses: bool, no_ring: str) -> str:
+        if cp == 1:
+            return HEADS
+        shape, latent = self.shape, self.shape.latent
+        if wanted == "auto" and any(layer.window and layer.window < sequence for layer in shape.layers):
+            no_ring = no_ring or "attention has windows"
+        if latent is None:
+            heads = AttentionHeads(shape.heads, shape.kv_heads, 2 * shape.head_dim, tp)
+        else:
+            heads = AttentionHeads(shape.heads, shape.heads, latent.nope + latent.rope + latent.value, tp)
+        return parse_exchange(wanted, heads, cp, sequence, crosses=crosses, no_ring=no_ring).name
 
     def exchanged_bytes(self, kind: str, sizes: Sizes) -> float:
         return exchanged_bytes(self.shape, sizes) if sizes.ep > 1 and kind.startswith("experts") else 0.0

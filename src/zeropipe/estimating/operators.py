@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from math import comb, gcd
 from typing import Any
 
+from zeropipe.core.model.cp_exchange import HEADS, RING
 from zeropipe.core.model.operators import ADDED, ENDS, Op
 from zeropipe.estimating.shapes import Experts, Layer, Shape
+
+MASKED_SCORES = 3 * 2**24  # in float32, where a ring computes products of some queries at a time: MAX_SCORES there
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Sizes:
     sample: int = 0  # tokens of a packed sample; 0: a sequence is one
     dense_mask: bool = False  # rows of several samples, which a mask keeps apart
     cp: int = 1  # GPUs that have a part of every sequence each
+    exchange: str = HEADS  # what they exchange in attention
 
     @property
     def outside(self) -> Sizes:
@@ -219,25 +223,55 @@ def _latent(shape: Shape, layer: Layer, sizes: Sizes) -> list[Op]:
 
 
 def _attend(layer: Layer, sizes: Sizes, heads: int, kv_heads: int, qk: int, v: int) -> list[Op]:
-    """Attention, and with `cp` the exchanges before and after it: of heads for tokens, where `cp` divides heads.
+    """Attention, and with `cp` what it exchanges.
 
-    With fewer key heads than GPUs several get the same one. Else keys and values of all tokens are gathered.
+    Heads are exchanged for tokens before and after it; with fewer key heads than GPUs several get the same one. Else
+    keys and values of all tokens are gathered, or passed round a ring.
     """
     keys = kv_heads * (qk + v)
     if sizes.cp == 1:
         return [_attention_kernel(layer, sizes, heads, qk, v, keys)]
-    if exchanges_heads(heads, sizes.cp):
+    if sizes.exchange == HEADS:
         keys *= sizes.cp // gcd(kv_heads, sizes.cp)
         kernel = _attention_kernel(layer, sizes, heads, qk, v, keys)
         return [_exchange(heads * qk + keys, 6, sizes), kernel, _exchange(heads * v, 8, sizes)]
+    if sizes.exchange == RING:
+        return _attend_around_ring(layer, sizes, heads, qk, v, keys)
     keys *= sizes.cp
     kernel = _attention_kernel(layer, sizes, heads, qk, v, keys, repeats_keys=heads > kv_heads)
     return [_exchange(keys, 4, sizes), kernel]
 
 
-def exchanges_heads(heads: int, cp: int) -> bool:
-    """Whether attention exchanges heads for tokens; else keys and values are gathered."""
-    return heads % cp == 0
+def _attend_around_ring(layer: Layer, sizes: Sizes, heads: int, qk: int, v: int, keys: int) -> list[Op]:
+    """Attention to one part of the keys after the other, and the merges of the results, in float32.
+
+    The first part has all queries, of the others half have half of them or of their keys. Two parts of keys are there
+    at a time, for all heads that of which attention is computed. In the backward float32 gradients go round with them.
+    """
+    kernel = _attention_kernel(layer, sizes, heads, qk, v, keys)
+    has_mask = kernel.flops != kernel.useful
+    own, own_keys, all_heads = (sizes.tokens * float(n) for n in (heads * v, keys, heads * (qk + v)))
+    merged = (1 + 0.75 * (sizes.cp - 1)) * own
+    sums, out = 4.0 * sizes.tokens * heads, own * sizes.element
+    kept = sizes.tokens * heads * qk * sizes.element + own_keys * sizes.element + out + sums
+    parts = 3 * own_keys * sizes.element  # keys that are there, packed to be sent, and those that arrive
+    repeated = all_heads * sizes.element * (all_heads > own_keys)
+    scores = 4.0 * MASKED_SCORES * has_mask
+    round_trip = sizes.cp * own_keys * sizes.element
+    backward = round_trip + 4 * own_keys * sizes.cp**2 / (sizes.cp - 1)
+    f_memory = own * (8 + sizes.element) + parts + repeated + scores
+    i_memory = sizes.tokens * heads * qk * 8.0 + 12 * own_keys + parts + 2 * repeated + scores
+    return [
+        replace(
+            kernel, float32=has_mask, kept=(kept, kept), kept_op=merged * sizes.element + sizes.cp * sums,
+            gradient=i_memory, workspace=(f_memory, f_memory),
+        ),
+        Op(
+            "exchange", exchanged=round_trip, exchanged_back=backward, moved=(20 * merged, 20 * merged),
+            moved_back=(sizes.tokens * heads * qk + 2 * own_keys) * 12.0 * sizes.cp,
+            beside=(sizes.cp - 1) / sizes.cp,
+        ),
+    ]  # fmt: skip
 
 
 def _exchange(size: int, copies: int, sizes: Sizes) -> Op:
@@ -249,7 +283,7 @@ def _exchange(size: int, copies: int, sizes: Sizes) -> Op:
 
 def _mask_rows(heads: int, sizes: Sizes) -> int:
     """Rows of a dense mask: those of the tokens that this GPU attends with."""
-    return sizes.tokens * (sizes.cp if exchanges_heads(heads, sizes.cp) else 1)
+    return sizes.tokens * (sizes.cp if sizes.exchange == HEADS else 1)
 
 
 def _attention_kernel(
@@ -271,7 +305,7 @@ def _attention_kernel(
     inputs = sizes.tokens * (heads * qk + keys) * sizes.element
     repeated = 0.0
     if is_masked or repeats_keys:
-        all_tokens = sizes.tokens * (1 if exchanges_heads(heads, sizes.cp) else sizes.cp)
+        all_tokens = sizes.tokens * (1 if sizes.exchange == HEADS else sizes.cp)
         repeated += all_tokens * (heads * (qk + v)) * sizes.element
     if sizes.dense_mask:  # each layer converts it to the dtype of the queries
         repeated += _mask_rows(heads, sizes) * s * sizes.element

@@ -97,10 +97,13 @@ def price_layer(
         max(weights, pricing.gpu.efficiency.launch if is_block and weights else 0.0),
     )  # fmt: skip
     parts = sum(op.exchanged for op in ops)
+    parts_back = sum(op.exchanged if op.exchanged_back is None else op.exchanged_back for op in ops)
+    beside = _attention_beside(ops, pricing, checkpointing)
     attention = _price_attention(ops, pricing, checkpointing)
     return LayerCost(
         f=times.f, i=times.i, w=times.w, f_exchange=parts,
-        i_exchange=parts * (1 if checkpointing.mode == "none" else 2),  # checkpointing exchanges once more
+        i_exchange=parts_back + (0.0 if checkpointing.mode == "none" else parts),  # checkpointing exchanges once more
+        f_beside=beside.f, i_beside=beside.i,
         activation=held, stash=sum(op.stash for op in ops), workspace=recomputed + gradients,
         f_workspace=sum(op.workspace[pricing.compile] for op in ops),
         message=message if is_block else 0.0, parameters=sum(op.parameters for op in ops), trained=_count_trained(ops),
@@ -108,6 +111,14 @@ def price_layer(
         phases=_divide_phases(ops, pricing, checkpointing, times, exchanged) if exchanged else None,
         experts=sum(op.divided for op in ops) if exchanged else 0, **attention,
     )  # fmt: skip
+
+
+def _attention_beside(ops: Sequence[Op], pricing: Pricing, checkpointing: Checkpointing) -> PhaseTimes:
+    """The seconds of attention beside which exchanges over `cp` are under way."""
+    part = max((op.beside for op in ops), default=0.0)
+    attending = [op for op in ops if op.attention and part]
+    forward, backward = (sum(map(seconds, attending)) for seconds in (pricing.f_seconds, pricing.i_seconds))
+    return PhaseTimes(part * forward, part * (backward + (forward if checkpointing.mode == "full" else 0.0)))
 
 
 def _price_attention(ops: Sequence[Op], pricing: Pricing, checkpointing: Checkpointing) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def _closest_data(plan: Plan, closest: Closest) -> dict[str, Any]:
 def _row_data(plan: Plan, row: PlanRow) -> dict[str, Any]:
     candidate, memory = row.candidate, row.memory
     return {
-        **_layout_data(candidate.layout), "schedule": candidate.schedule,
+        **_layout_data(candidate.layout), "cp_exchange": plan.context.setting(candidate).exchange or None,
+        "schedule": candidate.schedule,
         "stages_per_rank": candidate.stages_per_rank, "microbatches": candidate.num_microbatches,
         "microbatch_size": candidate.microbatch_size, "ac": candidate.ac, "cut": candidate.cut,
         "shards": candidate.shards, "gradients": candidate.gradients, "slices": candidate.slices,

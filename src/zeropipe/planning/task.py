@@ -135,7 +135,7 @@ class PlanTask:
             ac=[*space.ac, *({"none"} - set(space.ac))],  # "none": the others recompute the rest
             lora=self.lora, ep=space.ep if 1 in space.tp else 1, imbalance=self.imbalance,
             dispatch=self.dispatch, sample=None if self.sample is None else min(self.sample, self.sequence),
-            cp=space.cp,
+            cp=space.cp, gpus_per_node=self.gpus_per_node,
         )  # fmt: skip
 
     def _parallel_values(self, space: SearchSpace) -> bool | tuple[bool, ...]:

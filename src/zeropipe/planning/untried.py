@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from zeropipe.core.model.cp_exchange import GATHER
 from zeropipe.estimating.estimate import can_estimate_adapters
 from zeropipe.planning.context import PlanContext
 from zeropipe.planning.rows import Run
@@ -41,6 +42,9 @@ def _list_parallelism(context: PlanContext, runs: Sequence[Run]) -> Iterator[tup
         yield "expert parallelism", "mesh.ep in the training file: docs/experts.md"
     if costs.sequence >= LONG_SEQUENCE and not any(run.layout.cp > 1 for run in runs):
         yield "context parallelism", "mesh.cp in the training file: docs/long-sequences.md"
+    exchanges = {context.setting(run).exchange for run in runs if run.layout.cp > 1}
+    if GATHER in exchanges and costs.settings[0].compile:
+        yield "a ring of keys", "without compile, for long sequences: docs/long-sequences.md"
     if any(run.layout.num_shards > 1 for run in runs):
         yield "replicas", "mesh.dp_replicate in the training file; plans shard weights over data-parallel GPUs"
         if "regather" not in context.shard_modes:

@@ -10,6 +10,7 @@ from zeropipe.core.files import require_writable, write_whole
 from zeropipe.core.formats.json import to_json
 from zeropipe.core.formats.toml import format_table
 from zeropipe.core.model.configs import find_built_in
+from zeropipe.core.model.cp_exchange import HEADS
 from zeropipe.core.packed import is_joined
 from zeropipe.core.units import count_text, gigabytes
 from zeropipe.planning.result import Plan
@@ -75,6 +76,8 @@ def format_run(
     }
     if candidate.layout.cp > 1:
         tables["mesh"] |= {"cp": candidate.layout.cp, "shard_cp": candidate.layout.shard_cp}
+        if setting.exchange not in ("", HEADS):
+            tables["mesh"]["cp_exchange"] = setting.exchange
     if layer_costs.source == "estimate" and not layer_costs.fused_head:
         tables["engine"]["fused_head"] = False
     if candidate.layout.ep > 1:

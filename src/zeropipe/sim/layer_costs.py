@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from zeropipe.core.action import Kind
 from zeropipe.core.gradient_policy import REDUCES_AT_ONCE
 from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.core.model.cp_exchange import RING
 from zeropipe.core.model.head import adds_in_forward
 from zeropipe.core.model.layers import layer_counts, layer_ranges, require_layer_counts
 from zeropipe.core.phases import EXCHANGES, LayerPhases, PhaseTimes
@@ -40,7 +41,8 @@ class LayerCost:
     with frozen weights, which have no W.
     Of divided experts, `experts` are the parameters that this GPU has, and `phases` the phases of the layer. Dispatch
     and combine are bytes there, and not in f and i: `with_exchanges` makes them seconds. So are `f_exchange` and
-    `i_exchange`, what attention gets over `cp`. Of a layer that can run in slices of sequences, `f_attention` and
+    `i_exchange`, what attention gets over `cp`, of which as many seconds as `f_beside` and `i_beside` are hidden by
+    computations. Of a layer that can run in slices of sequences, `f_attention` and
     `i_attention` are the parts of f and i that are attention, `keys` the bytes of keys and values, `repeated_keys`
     those of a copy for all heads that a slice after the first makes while it runs. `spread` has relative errors of
     measured times, by name.
@@ -64,6 +66,8 @@ class LayerCost:
     experts: int = 0
     f_exchange: float = 0.0
     i_exchange: float = 0.0
+    f_beside: float = 0.0
+    i_beside: float = 0.0
     f_attention: float = 0.0
     i_attention: float = 0.0
     keys: float = 0.0
@@ -89,7 +93,10 @@ class LayerCost:
 
     def with_exchanges(self, bandwidths: Bandwidths) -> LayerCost:
         """The layer with seconds of its exchanges; those of attention are part of the phase `attention`."""
-        parts = PhaseTimes(self.f_exchange / bandwidths.parts, self.i_exchange / bandwidths.parts)
+        parts = PhaseTimes(
+            max(0.0, self.f_exchange / bandwidths.parts - self.f_beside),
+            max(0.0, self.i_exchange / bandwidths.parts - self.i_beside),
+        )
         f, i, phases = self.f + parts.f, self.i + parts.i, self.phases
         if phases is not None:
             phases = exchange_times(phases, bandwidths.experts)
@@ -131,6 +138,7 @@ class Setting:
     sequence_parallel: bool = False
     ep: int = 1
     cp: int = 1
+    exchange: str = ""  # what attention exchanges over cp; empty: not known, or nothing
     bandwidths: Bandwidths | None = None  # of priced exchanges
 
     def with_exchanges(self, bandwidths: Bandwidths) -> Setting:
@@ -141,7 +149,8 @@ class Setting:
     def __str__(self) -> str:
         parts = {
             f"ac {self.ac}": True, f"microbatches of {self.microbatch_size}": True, f"tp {self.tp}": self.tp > 1,
-            f"cp {self.cp}": self.cp > 1, f"ep {self.ep}": self.ep > 1,
+            f"cp {self.cp}": self.cp > 1, f"exchange {self.exchange}": bool(self.exchange),
+            f"ep {self.ep}": self.ep > 1,
             "sequence parallelism": self.sequence_parallel, "compiled": self.compile,
         }  # fmt: skip
         return ", ".join(part for part, is_there in parts.items() if is_there)
@@ -486,7 +495,8 @@ class LayerCosts:
         """
         if setting.ep == setting.cp == 1 or setting.bandwidths is not None:
             return setting
-        parts = self._exchange_bandwidth(setting.cp, gpus_per_node // setting.tp)
+        find_bandwidth = self._ring_bandwidth if setting.exchange == RING else self._exchange_bandwidth
+        parts = find_bandwidth(setting.cp, gpus_per_node // setting.tp)
         experts = self._exchange_bandwidth(setting.ep, gpus_per_node // (setting.tp * setting.cp))
         return setting.with_exchanges(Bandwidths(experts, parts))
 
@@ -499,6 +509,11 @@ class LayerCosts:
         links = ((inside - 1, self.link.bandwidth), (size - inside, self.inter_node.bandwidth))
         seconds = max(part / size / bandwidth if bandwidth else 0.0 for part, bandwidth in links)
         return 1 / seconds if seconds else inf
+
+    def _ring_bandwidth(self, size: int, num_inside: int) -> float:
+        """The same, of parts that are passed round a ring: one message after the other, each over the slowest link."""
+        link = self.link if gcd(size, max(1, num_inside)) == size else self.inter_node
+        return link.bandwidth * size / (size - 1) if link.bandwidth else inf
 
     def _phases(self, counts: Sequence[int], stages: list[list[LayerCost]]) -> list[list[LayerPhases]]:
         """The phases of the decoder layers of each stage; one without divided experts is all attention."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from zeropipe.core.model.checkpointing import Checkpointing
+from zeropipe.core.model.cp_exchange import EXCHANGES
 from zeropipe.core.phases import LayerPhases, PhaseTimes
 from zeropipe.errors import ConfigError, short
 from zeropipe.sim.costs import TIME_FIELDS, Link
@@ -31,7 +32,8 @@ _MIN_COUNTS = {
     "experts": 0,
 }
 _OPTIONAL = (  # fields of a layer that are written if they are not 0
-    "experts", "f_exchange", "i_exchange", "f_workspace", "f_attention", "i_attention", "keys", "repeated_keys",
+    "experts", "f_exchange", "i_exchange", "f_beside", "i_beside", "f_workspace", "f_attention", "i_attention",
+    "keys", "repeated_keys",
 )  # fmt: skip
 _MAX_COUNT = 10**18
 _MIN_NUMBER, _MAX_NUMBER = 1e-30, 1e30  # of a number that is not 0
@@ -65,6 +67,8 @@ def to_layer_data(costs: LayerCosts) -> dict[str, Any]:
         for name in ("ep", "cp"):
             if setting[name] == 1:
                 del setting[name]
+        if not setting["exchange"]:
+            del setting["exchange"]
     for name in ("lora_rank", "sample"):
         if data[name] is None:
             del data[name]
@@ -144,6 +148,8 @@ def _parse_setting(data: Any, where: str) -> Setting:
     mode = data.get("ac", "none")
     if Checkpointing.parse(mode).every > 1:
         raise ConfigError(f"{where}: ac={short(mode)}: must be none and full in two settings, which are combined")
+    if data.get("exchange", "") not in ("", *EXCHANGES):
+        raise ConfigError(f"{where}: exchange={short(data['exchange'])}: must be one of {', '.join(EXCHANGES)}")
     kinds = {name: _parse_layer(kind, f"{where}.{name}") for name, kind in data["kinds"].items()}
     return Setting(**{**data, "kinds": kinds})
 

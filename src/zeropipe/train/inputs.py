@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zeropipe.core.files import COSTS_SUFFIXES, SCHEDULE_SUFFIXES, has_suffix, read_text
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.model.configs import find_built_in, suggest_model
+from zeropipe.core.model.cp_exchange import HEADS, AttentionHeads
 from zeropipe.core.model.layers import layer_counts, num_stages_for, require_layer_counts
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Origin, Timeline
@@ -175,10 +176,24 @@ def explain_adapter(table: LoraTable) -> str:
 
 
 def has_dense_mask(config: RunConfig) -> bool:
-    """Whether rows of several samples attend with a mask on a GPU, as no kernel keeps the samples apart."""
+    """Whether rows of several samples attend with a mask on a GPU, as no kernel keeps the samples apart.
+
+    No kernel does it for a part of the tokens, as `cp` has them without an exchange of heads.
+    """
+    if not config.data.packing or config.data.kind == "synthetic":
+        return False
     attention = config.engine.attention
     is_masked = attention == "sdpa" or (attention == "auto" and config.model.dtype != "bfloat16")
-    return config.data.packing and config.data.kind != "synthetic" and is_masked
+    return is_masked or not _has_whole_rows(config)
+
+
+def _has_whole_rows(config: RunConfig) -> bool:
+    """Whether processes of `cp` attend to whole rows, with some of the heads."""
+    mesh = config.mesh
+    if mesh.cp == 1 or mesh.cp_exchange != "auto":
+        return mesh.cp == 1 or mesh.cp_exchange == HEADS
+    heads = load_text_config(config).get("num_attention_heads")
+    return AttentionHeads(heads if isinstance(heads, int) else None, 1, 1, mesh.tp).allow_exchange(mesh.cp)
 
 
 def load_layer_costs(config: RunConfig) -> LayerCosts | None:
@@ -201,7 +216,8 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
             microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile,
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
             dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config), cp=config.mesh.cp,
-            fused_head=config.engine.fused_head,
+            fused_head=config.engine.fused_head, cp_exchange=config.mesh.cp_exchange,
+            gpus_per_node=config.schedule.gpus_per_node,
         )  # fmt: skip
     costs = load_costs(source)
     if not isinstance(costs, LayerCosts):

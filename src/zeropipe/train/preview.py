@@ -160,7 +160,8 @@ def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | Non
             microbatch_size=config.data.microbatch, compile=config.engine.compile,
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
             dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config), cp=config.mesh.cp,
-            fused_head=config.engine.fused_head,
+            fused_head=config.engine.fused_head, cp_exchange=config.mesh.cp_exchange,
+            gpus_per_node=config.schedule.gpus_per_node,
         )  # fmt: skip
     except ConfigError as error:
         notes.append(f"parameters are not known: {error}")

@@ -96,6 +96,9 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
         setting = find_run_setting(_only_sizes(costs, config), origin)
     except ConfigError as error:
         return f"no prediction: {error}"
+    wanted = config.mesh.cp_exchange
+    if setting.exchange and wanted not in ("auto", setting.exchange):
+        return f"no prediction: the run has mesh.cp_exchange={wanted!r}, the costs {setting.exchange!r}"
     if config.schedule.slices > 1 and not costs.has_slices(setting):
         return (
             f"no prediction with schedule.slices={config.schedule.slices}: costs of slices are estimated for dense "

@@ -27,9 +27,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
 import zeropipe as zp
+from zeropipe.core.model import cp_exchange
 from zeropipe.engine import WeightStore, defer, hf_model, hf_stages, parallelize, prepare_blocks
 from zeropipe.engine.layout import Layout
 from zeropipe.engine.mesh import context_parallel
+from zeropipe.engine.mesh.context_parallel import find_exchange
 from zeropipe.engine.mesh.cp_attention import has_copied_keys, require_exchange
 from zeropipe.engine.mesh.cp_check import check_parts
 from zeropipe.engine.mesh.cp_stage import split_stage
@@ -39,6 +41,8 @@ from zeropipe.engine.stages.skeleton import build_on_meta, find_decoder_config
 from zeropipe.engine.stages.verify import find_family
 from zeropipe.engine.torch_private import partial_attention
 from zeropipe.errors import ConfigError
+from zeropipe.estimating.model import open_model as open_shapes
+from zeropipe.estimating.shapes import read_config
 
 PP_CP, CP4 = {"pp": 2, "cp": 2}, {"pp": 1, "cp": 4}
 WIDE = ({"pp": 2, "cp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2, "cp": 2}, {"pp": 2, "dp_replicate": 2, "cp": 2})
@@ -301,7 +305,7 @@ def test_sharding_over_cp_needs_cp():
 
 def test_the_exchange_is_chosen_by_heads():
     config = config_of("llama")  # 4 heads, of keys 2
-    assert [require_exchange("auto", config, tp, cp) for tp, cp in ((1, 2), (2, 2), (1, 3), (4, 2))] == [
+    assert [require_exchange("auto", config, tp, cp).name for tp, cp in ((1, 2), (2, 2), (1, 3), (4, 2))] == [
         "heads", "heads", "gather", "gather",
     ]  # fmt: skip
     assert [has_copied_keys(config, tp, cp) for tp, cp in ((1, 2), (1, 4), (2, 2))] == [False, True, True]
@@ -312,3 +316,44 @@ def test_the_exchange_is_chosen_by_heads():
     config._attn_implementation = "flash_attention_2"
     with pytest.raises(ConfigError, match="attn_implementation='flash_attention_2' with cp=3: its heads cannot be"):
         require_exchange("auto", config, 1, 3)
+
+
+@pytest.mark.parametrize("name", ["llama-3-70b", "qwen3-32b", "deepseek-v3", "mistral-7b", "gemma-3-1b"])
+def test_the_engine_chooses_as_the_estimate(name):
+    _, data = read_config(name)
+    config = AutoConfig.for_model(**data)
+    config._attn_implementation = "sdpa"
+    shapes = open_shapes(name)
+    for cp, sequence, crosses in product((8, 48, 128), (8192, 65536, 2**20), (False, True)):
+        wanted = require_exchange("auto", config, 1, cp, sequence, crosses=crosses).name
+        assert shapes.choose_exchange("auto", cp, 1, sequence, crosses, "") == wanted, (cp, sequence, crosses)
+
+
+def test_long_sequences_go_round_a_ring(monkeypatch):
+    """Where heads do not divide; a model that cannot have a ring gathers its keys, with a warning that says why."""
+    monkeypatch.setattr(cp_exchange, "LARGE_KEYS", 2**10)
+    assert find_exchange(stage_of("llama"), "auto", 1, 2, 4096) == "heads"
+    assert find_exchange(stage_of("llama"), "auto", 1, 3, None) == "gather"
+    assert find_exchange(stage_of("llama"), "auto", 1, 3, 4096) == "ring"
+    assert find_exchange(stage_of("mistral", sliding_window=None), "auto", 1, 3, 4096) == "ring"
+    for kind, changes, words in (
+        ("gpt_oss", {"sliding_window": 8192}, r"attention has sinks \(s_aux\)"),
+        ("mistral", {"sliding_window": 64}, "attention has windows of 64 tokens"),
+        ("llama", {"attention_dropout": 0.1}, r"attention has dropout \(attention_dropout=0.1\)"),
+    ):
+        message = rf"model_type='{kind}': keys and values of cp=3 are gathered, not passed round a ring: .*{words}"
+        with pytest.warns(UserWarning, match=message):
+            assert find_exchange(stage_of(kind, **changes), "auto", 1, 3, 4096) == "gather"
+
+
+def test_a_ring_between_machines_hides_messages_behind_attention(monkeypatch):
+    """65,536 tokens over 16 processes in two machines; in one machine its keys are gathered."""
+    config = config_of("llama", num_attention_heads=8, num_key_value_heads=1)
+    stage = SimpleNamespace(full_config=config)
+    monkeypatch.setattr(context_parallel, "explain_refusal", lambda *_: "")
+    monkeypatch.setattr(context_parallel, "check_parts", lambda *_: None)
+    found = []
+    for size in ("16", "8"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", size)
+        found.append(find_exchange(stage, "auto", 1, 16, 2**16))
+    assert found == ["gather", "ring"]

@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zeropipe.core.model.cp_exchange import HEADS, RING, AttentionHeads, Exchange, parse_exchange
 from zeropipe.engine.mesh.ring_attention import attend_around_ring
 from zeropipe.engine.mesh.tp_collectives import TPGroup, all_gather, all_to_all, reduce_scatter
 from zeropipe.engine.stages.sequence_parts import SequenceParts
+from zeropipe.engine.stages.small_model import nonzero_dropout
 from zeropipe.engine.torch_private.attention import triangle_mask
 from zeropipe.engine.transformers_private import base_implementation
 from zeropipe.errors import ConfigError
 
-HEADS, GATHER, RING = "heads", "gather", "ring"
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
@@ -175,35 +176,57 @@ def join_parts(x: Tensor, dim: int, group: TPGroup) -> Tensor:
     return SequenceParts(group.rank, group.size).join(all_gather(x, 0, group).chunk(group.size), dim)
 
 
-def choose_exchange(config: Any, tp: int, cp: int) -> str:
-    """By heads if their number divides: that sends less, and its attention kernels are those of whole rows."""
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
-    return HEADS if isinstance(heads, int) and heads % tp == 0 and heads // tp % cp == 0 else GATHER
-
-
 def has_copied_keys(config: Any, tp: int, cp: int) -> bool:
     """Whether several processes get the same key heads, where heads are exchanged."""
     heads = getattr(config.get_text_config(), "num_key_value_heads", None)
     return isinstance(heads, int) and (heads // tp) % cp != 0
 
 
-def require_exchange(exchange: object, config: Any, tp: int, cp: int) -> str:
-    """The exchange of attention for a model; ConfigError for one that it cannot have."""
+def require_exchange(
+    exchange: object, config: Any, tp: int, cp: int, sequence: int | None = None, *, crosses: bool = False
+) -> Exchange:
+    """The exchange of attention for a model, by its config; ConfigError for one that it cannot have."""
     implementation = base_implementation(config._attn_implementation)
-    best = choose_exchange(config, tp, cp)
-    chosen = best if exchange == "auto" else exchange
-    if chosen not in (HEADS, GATHER, RING):
-        raise ConfigError(f"cp_exchange={exchange!r}: must be auto, {HEADS}, {GATHER} or {RING}")
-    heads = getattr(config.get_text_config(), "num_attention_heads", None)
-    if chosen == HEADS and best != HEADS:
-        raise ConfigError(
-            f"cp_exchange='heads': cp={cp} x tp={tp} must divide num_attention_heads={heads}; use cp_exchange='gather'"
-        )
-    if chosen == RING and implementation not in ("eager", "sdpa"):
+    heads = read_heads(config, tp)
+    has_keys = implementation in ("eager", "sdpa")  # attends with other keys than those of its own tokens
+    if exchange == RING and not has_keys:
         raise ConfigError(f"cp_exchange='ring' with attn_implementation={implementation!r}: use 'sdpa', or heads")
-    if chosen == GATHER and implementation not in ("eager", "sdpa"):
+    no_ring = "" if exchange == RING else _explain_no_ring(config, sequence)
+    chosen = parse_exchange(exchange, heads, cp, sequence, crosses=crosses, no_ring=no_ring)
+    if chosen.name != HEADS and not has_keys:
         raise ConfigError(
             f"attn_implementation={implementation!r} with cp={cp}: its heads cannot be exchanged, as cp x tp must "
-            f"divide num_attention_heads={heads}; use attn_implementation='sdpa', or another cp"
+            f"divide num_attention_heads={heads.total}; use attn_implementation='sdpa', or another cp"
         )
     return chosen
+
+
+def read_heads(config: Any, tp: int) -> AttentionHeads:
+    """The heads of a model, by its config."""
+    config = config.get_text_config()
+    names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim", "qk_rope_head_dim")
+    total, keys, hidden, size, rotary = (_read_integer(config, name) for name in names)
+    if _read_integer(config, "kv_lora_rank"):  # latent attention: each head has a key of its own
+        keys, width = total, _read_integer(config, "qk_nope_head_dim") + rotary + _read_integer(config, "v_head_dim")
+    else:
+        width = 2 * (size or hidden // max(1, total))
+    return AttentionHeads(total or None, keys or total, width, tp)
+
+
+def _read_integer(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else 0
+
+
+def _explain_no_ring(config: Any, sequence: int | None) -> str:
+    """Why "auto" takes no ring for a model whose attention has dropout or windows; what else it has, `cp_check` finds.
+
+    With windows a ring computes matrix products, which are slower than the kernels that attend to gathered keys.
+    """
+    fields = config.get_text_config().to_dict()
+    drops = [f"{name}={value:g}" for name, value in nonzero_dropout(fields).items() if "att" in name]
+    if drops:
+        return f"attention has dropout ({', '.join(drops)})"
+    window, types = fields.get("sliding_window"), fields.get("layer_types") or ["sliding"]
+    has_window = isinstance(window, int) and window < (sequence or 0) and fields.get("use_sliding_window", True)
+    return f"attention has windows of {window} tokens" if has_window and set(types) != {"full_attention"} else ""

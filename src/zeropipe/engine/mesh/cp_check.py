@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropipe.engine.mesh.cp_attention import GATHER, RING
+from zeropipe.core.model.cp_exchange import GATHER, RING
 from zeropipe.engine.mesh.cp_stage import split_stage
 from zeropipe.engine.mesh.tp_check import SimulatedTP
 from zeropipe.engine.stages.hf import HFStage
@@ -41,10 +41,17 @@ class _Failed(Exception):
 
 
 def check_parts(stage: HFStage, exchange: str, copies_keys: bool = False) -> None:
-    """ConfigError unless a small copy of the stage's model computes the same in parts. Results are cached.
+    """ConfigError unless a small copy of the stage's model computes the same in parts.
 
     `copies_keys`: several processes get the same key heads.
     """
+    if reason := explain_refusal(stage, exchange, copies_keys):
+        kind = stage.full_config.model_type
+        raise ConfigError(f"model_type={kind!r} cannot run with cp: {reason}; leave out cp")
+
+
+def explain_refusal(stage: HFStage, exchange: str, copies_keys: bool = False) -> str:
+    """Why a model cannot run with cp; empty if a small copy of it computes the same in parts. Results are cached."""
     config = stage.full_config
     key = json.dumps([config.to_dict(), exchange, copies_keys], sort_keys=True, default=str)
     if key not in _cache:
@@ -54,8 +61,7 @@ def check_parts(stage: HFStage, exchange: str, copies_keys: bool = False) -> Non
             raise
         except Exception as error:
             _cache[key] = f"a small copy of it does not run in parts ({format_error(error)})"
-    if (reason := _cache[key]) is not None:
-        raise ConfigError(f"model_type={config.model_type!r} cannot run with cp: {reason}; leave out cp")
+    return _cache[key] or ""
 
 
 def find_difference(config: Any, family: Any, exchange: str, copies_keys: bool = False) -> str | None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zeropipe.engine.mesh.cp_attention import HEADS, SplitAttention, attend, join_parts
+from zeropipe.core.model.cp_exchange import HEADS
+from zeropipe.engine.mesh.cp_attention import SplitAttention, attend, join_parts
 from zeropipe.engine.mesh.tp_collectives import Copy, Reduce, TPGroup
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.packed_attention import Samples, attend_within

@@ -39,12 +39,13 @@ def parallelize(
     dispatch: str = "expert",
     cp_exchange: str = "auto",
     shard_cp: bool = False,
+    sequence: int | None = None,
 ) -> dict[int, S]:
     """Shard this rank's stages over `tp` and `dp_shard`, in place, and return them; pass the Engine the same mesh.
 
     With `cp` each process runs a part of every sequence of Hugging Face models; every process gets whole microbatches.
     `cp_exchange`: in attention, exchange "heads" for tokens, "gather" keys and values, or pass them round a "ring";
-    "auto": heads if they divide, else gather.
+    "auto": heads if they divide, else a ring for a long `sequence` (its number of tokens), else gather.
     `shard_cp`: shard weights over `dp_shard` and `cp` together, not over `dp_shard` alone.
 
     `ep`: divide the experts of every layer over this many of the `dp_shard` processes (without `dp_shard`, of
@@ -81,7 +82,7 @@ def parallelize(
         elif name == EXPERTS:
             apply_ep(stages.values(), expert_mesh, dispatch)
     if layout.sizes.get("cp", 1) > 1:
-        apply_cp(stages.values(), mesh["cp"], cp_exchange, layout.sizes.get("tp", 1))
+        apply_cp(stages.values(), mesh["cp"], cp_exchange, layout.sizes.get("tp", 1), sequence)
     if layout.sizes.get("dp_shard", 1) > 1 or shard_cp:
         data_mesh = _mesh_with_parts(mesh, layout, stages.values()) if shard_cp else _data_mesh(mesh, layout)
         options = _fsdp_options(data_mesh, dtype, reduce_dtype, offload)

@@ -8,7 +8,7 @@ with earlier chunks the second one is later, of one with later chunks the first 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class _RingAttention(torch.autograd.Function):
         group, scale, dtype = ctx.group, ctx.scale, sums.dtype
         dq = torch.zeros_like(query, dtype=dtype)
         totals = [torch.zeros_like(x, dtype=dtype) for x in own]
+        arriving: Callable[[], Tensor] | None = None  # the sums of the process before
         for (source, (key, value)), more in zip(_pass_round(own, group), ctx.more, strict=True):
             queries, keys, part = _choose(query.shape[2], source, group, scale, mask)
             some = tuple(x[:, :, queries] for x in (gradient, query, out, sums))
@@ -70,9 +71,13 @@ class _RingAttention(torch.autograd.Function):
                 some[0], (some[1], key[:, :, keys], value[:, :, keys]), some[2], some[3], part, more
             )
             dq[:, :, queries] += found[0]
+            if arriving is not None:
+                totals = _unpack(arriving(), totals)
             for total, dx in zip(totals, found[1:], strict=True):
                 total[:, :, keys] += dx
-            totals = _unpack(rotate(_pack(totals), group)(), totals)  # after the last part they are home
+            arriving = rotate(_pack(totals), group)  # while the next part is computed
+        assert arriving is not None
+        totals = _unpack(arriving(), totals)  # after the last part they are home
         return None, None, None, dq.to(query.dtype), *(dx.to(x.dtype) for dx, x in zip(totals, own, strict=True))
 
 

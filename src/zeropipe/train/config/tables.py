@@ -82,7 +82,8 @@ class MeshTable(Table):
     cp_exchange: Literal["auto", "heads", "gather", "ring"] = Field(
         default="auto",
         description="What processes of `cp` exchange in attention: `heads` for tokens, or keys and values, which are "
-        "gathered (`gather`) or passed round a ring (`ring`). `auto`: heads if they divide, else gather.",
+        "gathered (`gather`) or passed round a ring (`ring`). `auto`: heads if they divide, else a ring for long "
+        "sequences, else gather.",
     )
     ep: Count = Field(
         default=1,

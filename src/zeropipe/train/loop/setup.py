@@ -27,7 +27,7 @@ from zeropipe.errors import ConfigError, MissingExtra, first_line
 from zeropipe.train.config.file_rules import ADAPTER_CONFIG
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data.loader import EvaluationData, TrainingData
-from zeropipe.train.inputs import choose_layers, load_model_config, load_text_config
+from zeropipe.train.inputs import choose_layers, has_dense_mask, load_model_config, load_text_config
 from zeropipe.train.schedule import build_run_schedule
 
 COMPARED_BYTES = 65536  # at the end of a file, between machines
@@ -104,8 +104,8 @@ def _build_stages(config: RunConfig, position: RankPosition) -> dict[int, Any]:
     parallelize(
         stages, position.mesh, sequence_parallel=config.mesh.sequence_parallel, offload=config.engine.offload,
         dtype=dtype if is_mixed else None, ep=config.mesh.ep, dispatch=config.mesh.dispatch,
-        cp_exchange=config.mesh.cp_exchange,
-        shard_cp=config.mesh.shard_cp,
+        cp_exchange=config.mesh.cp_exchange, shard_cp=config.mesh.shard_cp,
+        sequence=None if config.engine.compile or has_dense_mask(config) else config.data.sequence,
     )  # fmt: skip
     if config.lora is not None and dtype == torch.bfloat16 and position.device.type == "cuda":
         for stage in stages.values():
