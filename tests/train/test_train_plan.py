@@ -42,6 +42,39 @@ def test_a_plans_file_trains_with_the_users_data(tmp_path, monkeypatch, run):
     assert 'kind = "chat"' in Path("out/run.toml").read_text()
 
 
+SLICES = ("--sequence", "256", "--batch", "4", "--ac", "full", "--slices", "1,4", "--memory", "2MB")
+OFFLOAD = ("--sequence", "128", "--batch", "8", "--ac", "none", "--schedules", "gpipe", "--memory", "5MB")
+
+
+@pytest.mark.parametrize(
+    "wish, lines",
+    [
+        (SLICES, ["slices = 4", "slice_sizes = ["]),
+        pytest.param(OFFLOAD, ['name = "run.schedule.json"'], marks=pytest.mark.full),
+    ],
+)
+def test_a_plans_file_for_little_memory_trains_as_planned(wish, lines, tmp_path, monkeypatch, run):
+    """Memory is so small that nothing fits without slices, or without copies to the host."""
+    monkeypatch.chdir(tmp_path)
+    model_directory(tmp_path / "start", vocab_size=400)
+    plan = ["plan", "start", "--gpus", "2", "--ranks", "2", "--dtype", "float32", "--reserve", "0", *wish]
+    status, out, err = run(*plan, "--microbatch", "1", "--search-seconds", "0", "-o", "run.toml", "--json")
+    assert status == 0, err
+    made, text = json.loads(out), Path("run.toml").read_text()
+    assert all(row["offload"] or row["slices"] > 1 for row in made["rows"])
+    assert all(line in text for line in lines), text
+    if wish is OFFLOAD:
+        assert "OFFLOAD" in Path("run.schedule.json").read_text()
+    status, out, err = run("train", "run.toml", "--dry-run", "--json")
+    assert status == 0, err
+    shown, best = json.loads(out), made["rows"][0]
+    assert shown["prediction"]["step"] == pytest.approx(best["step_seconds"])
+    assert max(sum(rank["memory"].values()) for rank in shown["ranks"]) == pytest.approx(best["peak_memory"], rel=1e-3)
+    status, out, err = run("train", "run.toml", "--train.steps", "2", "--engine.device", "cpu")
+    assert status == 0, err
+    assert out.startswith("2 steps, ")
+
+
 def test_a_plans_file_with_lora_trains_an_adapter_as_planned(tmp_path, monkeypatch, run):
     """The dry run of the written file has the plan's numbers, also with the user's data; the run trains adapters."""
     pytest.importorskip("peft")
