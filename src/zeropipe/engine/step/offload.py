@@ -44,17 +44,26 @@ class HostBuffer:
         self.data = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
         self.is_read: torch.cuda.Event | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no copy from it runs."""
+        return self.is_read is None or self.is_read.query()
+
 
 class HostPool:
-    """Host buffers for reuse: activations have the same sizes in every microbatch."""
+    """Host buffers for reuse: activations have the same sizes in every microbatch.
+
+    A buffer from which a copy still runs is not reused, or the copies of both directions would wait for each other.
+    """
 
     def __init__(self, is_pinned: bool) -> None:
-        self._is_pinned, self._free = is_pinned, defaultdict[int, list[HostBuffer]](list)
+        self._is_pinned, self._free = is_pinned, defaultdict[int, deque[HostBuffer]](deque)
 
     def take(self, num_bytes: int) -> HostBuffer:
         """A buffer of that size."""
-        if self._free[num_bytes]:
-            return self._free[num_bytes].pop()
+        free = self._free[num_bytes]
+        if free and free[0].is_idle:  # the one that was given back first
+            return free.popleft()
         return HostBuffer(num_bytes, self._is_pinned)
 
     def give_back(self, buffer: HostBuffer) -> None:
@@ -68,6 +77,7 @@ class SavedTensors:
     def __init__(self) -> None:
         self.slots: list[AnySlot] = []
         self.copies: list[tuple[HostBuffer, list[View]]] = []
+        self.is_offloaded: torch.cuda.Event | None = None
         self.is_reloaded: torch.cuda.Event | None = None
 
 
@@ -108,8 +118,6 @@ class Offloader:
             for slots in groups:
                 storage = slots[0].tensor.untyped_storage()  # type: ignore[union-attr]
                 buffer, source = self._pool.take(storage.nbytes()), _bytes_of(storage)
-                if buffer.is_read is not None and self.to_host is not None:
-                    self.to_host.wait_event(buffer.is_read)
                 buffer.data.copy_(source, non_blocking=True)
                 saved.copies.append((buffer, [_view(slot) for slot in slots]))
                 sources.append(source)
@@ -121,16 +129,17 @@ class Offloader:
                 view.slot.tensor = None
         self._release_inputs(cell, sources)
         if self.to_host is not None:
-            self._pending.append((self.to_host.record_event(), sources))
+            saved.is_offloaded = self.to_host.record_event()
+            self._pending.append((saved.is_offloaded, sources))
 
     def reload(self, cell: Cell, wrap: WrapCopy) -> None:
         """RELOAD: allocate memory, and start the copies back."""
         self._free_copied()
         saved = self._saved[cell.stage, cell.microbatch]
         targets = [torch.empty_like(buffer.data, device=self._device) for buffer, _ in saved.copies]
-        if self.from_host is not None and self.to_host is not None:
+        if self.from_host is not None and saved.is_offloaded is not None:
             self.from_host.wait_stream(torch.cuda.current_stream(self._device))
-            self.from_host.wait_stream(self.to_host)  # its OFFLOAD may still run
+            self.from_host.wait_event(saved.is_offloaded)
 
         def copy() -> int:
             for target, (buffer, _) in zip(targets, saved.copies):
