@@ -22,6 +22,7 @@ from transformers import Qwen3Config
 
 import zeropipe as zp
 from zeropipe.engine import CausalLMLoss, Engine, hf_stages
+from zeropipe.engine.stages.adapters import compute_adapters_in
 from zeropipe.errors import EngineError
 from zeropipe.train.config.read import validate
 from zeropipe.train.preview import preview
@@ -46,6 +47,8 @@ def run(tokens: int, slices: int, layers: int, ac: str, steps: int, lora: bool) 
     ids = torch.randint(config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     batch = [{"input_ids": ids, "labels": ids}]
     stages = hf_stages(config, schedule, 0, device=device, dtype=dtype, adapter=adapter_config() if lora else None)
+    if lora:
+        compute_adapters_in(stages[0], dtype)
     with Engine(schedule, stages, device=device, ac=ac) as engine:
         for _ in range(1 + steps):  # the first one allocates gradients
             for parameter in engine.parameters():

@@ -1,7 +1,8 @@
 """LoRA adapters: the model's weights are frozen, and every nn.Linear of a decoder layer has an adapter.
 
 These are the adapters of `lora.target_modules = "all-linear"` without dropout. As in peft, an adapter's weights are
-float32, also beside a 16-bit model, and its input is cast. Experts, routers and the ends of the model have none.
+float32, also beside a 16-bit model; it computes in the dtype of the model, as `zeropipe train` does on a GPU. Experts,
+routers and the ends of the model have none.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ def freeze(ops: Iterable[Op], sizes: Sizes) -> list[Op]:
     return [_freeze(op, sizes) for op in ops]
 
 
-def add_adapters(ops: Iterable[Op], rank: int, sizes: Sizes, is_compiled: bool) -> list[Op]:
+def add_adapters(ops: Iterable[Op], rank: int, sizes: Sizes) -> list[Op]:
     """The operators of a decoder layer with frozen weights, and an adapter of `rank` before each nn.Linear."""
     found: list[Op] = []
     for op in ops:
         if op.linear is not None:
-            found += _adapter(op, op.linear, rank, sizes, is_compiled)
+            found += _adapter(op, op.linear, rank, sizes)
         found.append(_freeze(op, sizes))
     return found
 
@@ -43,33 +44,22 @@ def _freeze(op: Op, sizes: Sizes) -> Op:
     return replace(frozen, kept=(0.0, 0.0)) if op.is_product else frozen
 
 
-def _adapter(op: Op, features: tuple[int, int], rank: int, sizes: Sizes, is_compiled: bool) -> Sequence[Op]:
-    """Both products of an adapter, and the sum with the result of `op`.
-
-    Layers with the same input share it, and in a compiled layer its cast too.
-    """
+def _adapter(op: Op, features: tuple[int, int], rank: int, sizes: Sizes) -> Sequence[Op]:
+    """Both products of an adapter, and the sum with the result of `op`. Layers with the same input share it."""
     n_in, n_out = features
-    width = max(_FLOAT32, sizes.element)
-    is_cast = width != sizes.element
-    x, middle, y = (float(sizes.tokens * number * width) for number in (n_in, rank, n_out))
-    result = float(sizes.tokens * n_out * sizes.element)
-    is_shared = op.stash == result and (is_compiled or not is_cast)
-    eager, compiled = op.kept  # of the input; compiled, a cast is computed again
-    down = _product("lora_A", n_in, rank, width, sizes)
+    x, middle, y = (float(sizes.tokens * number * sizes.element) for number in (n_in, rank, n_out))
+    is_shared = op.stash == y
     down = replace(
-        down, kept=(x if is_cast else eager, compiled), kept_op=middle, stash=middle + (0.0 if is_shared else x),
+        _product("lora_A", n_in, rank, sizes), kept=op.kept, kept_op=middle, stash=middle + (0.0 if is_shared else x),
         gradient=middle + x,
     )  # fmt: skip
-    up = _product("lora_B", rank, n_out, width, sizes)
-    up = replace(up, kept=(middle, middle), kept_op=y, stash=middle + y, gradient=y)
-    cast = float(sizes.tokens * n_in * (sizes.element + width)) if is_cast and not is_shared else 0.0
-    added = Op("lora_add", moved=(cast + 4 * y + 2 * result + (y + result) * is_cast, cast + y + 2 * result))
-    return down, up, added
+    up = replace(_product("lora_B", rank, n_out, sizes), kept=(middle, middle), kept_op=y, stash=middle + y, gradient=y)
+    return down, up, Op("lora_add", moved=(6 * y, 3 * y))
 
 
-def _product(name: str, n_in: int, n_out: int, width: int, sizes: Sizes) -> Op:
-    moved = float(width * (sizes.tokens * (n_in + n_out) + n_in * n_out))
+def _product(name: str, n_in: int, n_out: int, sizes: Sizes) -> Op:
+    moved = float(sizes.element * (sizes.tokens * (n_in + n_out) + n_in * n_out))
     return Op(
-        name, 2.0 * sizes.tokens * n_in * n_out, 0.0, n_in * n_out, trained=n_in * n_out, float32=True, deferred=True,
+        name, 2.0 * sizes.tokens * n_in * n_out, 0.0, n_in * n_out, trained=n_in * n_out, deferred=True,
         moved=(moved, moved),
     )  # fmt: skip

@@ -233,7 +233,7 @@ def _estimate_setting(
     kinds = model.layer_operators(sizes)
     if lora is not None:
         kinds = {
-            name: add_adapters(ops, lora, sizes, pricing.compile) if name in model.layers else freeze(ops, sizes)
+            name: add_adapters(ops, lora, sizes) if name in model.layers else freeze(ops, sizes)
             for name, ops in kinds.items()
         }
     if fused_head and (head := model.fused_head(sizes)) is not None:

@@ -15,6 +15,7 @@ from transformers import set_seed
 import zeropipe as zp
 from zeropipe.engine import defer, hf_model, hf_stages
 from zeropipe.engine.blocks.compiling import prepare_blocks
+from zeropipe.engine.stages.adapters import compute_adapters_in
 
 CUT = zp.build("1f1b", ranks=1, microbatches=2)
 LORA = LoraConfig(r=3, lora_alpha=7, target_modules="all-linear")
@@ -36,7 +37,7 @@ def stage_and_plain(attention="auto"):
     }
     stage.load_state_dict(own, strict=False)
     defer(stage)
-    stage.autocast = torch.bfloat16
+    compute_adapters_in(stage, torch.bfloat16)
     return stage, plain
 
 
@@ -66,9 +67,11 @@ def test_products_of_adapters_run_in_16_bits():
     seen = set()
     for name, module in stage.named_modules():
         if name.endswith(("lora_A.default", "lora_B.default")):
-            module.register_forward_hook(lambda module, args, output: seen.add((module.weight.dtype, output.dtype)))
+            module.register_forward_hook(lambda module, args, output: seen.add(
+                (module.weight.dtype, args[0].dtype, output.dtype)
+            ))  # fmt: skip
     stage(**stage.pick({"input_ids": TOKENS}))
-    assert seen == {(torch.float32, torch.bfloat16)}
+    assert seen == {(torch.float32, torch.bfloat16, torch.bfloat16)}
 
 
 @pytest.mark.parametrize("attention", ["varlen", "flex"])

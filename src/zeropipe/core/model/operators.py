@@ -28,7 +28,6 @@ class Op:
     met: int | None = None  # parameters active for one token; None: all
     trained: int | None = None  # trained parameters; None: all
     linear: tuple[int, int] | None = None  # inputs and outputs of a linear layer
-    float32: bool = False  # computes in float32, whatever the model's dtype
     attention: bool = False
     deferred: bool = False  # has a W
     back: float = 1.0  # FLOPs of I divided by those of F; attention has its own ratio

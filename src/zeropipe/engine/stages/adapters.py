@@ -247,6 +247,17 @@ def merge_layer(module: Any, name: str) -> nn.Module:
     return merged.get_base_layer()
 
 
+def compute_adapters_in(stage: HFStage, dtype: torch.dtype) -> None:
+    """Let the adapters of a stage compute in `dtype`, under autocast, whatever their weights are.
+
+    peft would cast their inputs to the dtype of the weights first, of which W would keep another copy.
+    """
+    stage.autocast = dtype
+    for module in stage.modules():
+        if hasattr(module, "lora_A"):
+            module.cast_input_dtype_enabled = False
+
+
 def wrapped_layer(module: Any) -> nn.Module:
     """The module inside an adapter layer."""
     return module.original_module if hasattr(module, "original_module") else module.get_base_layer()

@@ -21,6 +21,7 @@ from zeropipe.engine.comm.ranks import Ranks
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.mesh.parallelize import parallelize
 from zeropipe.engine.run.job import DTYPES, create_mesh, select_device
+from zeropipe.engine.stages.adapters import compute_adapters_in
 from zeropipe.engine.stages.build import hf_stages
 from zeropipe.engine.stages.small_model import nonzero_dropout
 from zeropipe.errors import ConfigError, MissingExtra, first_line
@@ -109,7 +110,7 @@ def _build_stages(config: RunConfig, position: RankPosition) -> dict[int, Any]:
     )  # fmt: skip
     if config.lora is not None and dtype == torch.bfloat16 and position.device.type == "cuda":
         for stage in stages.values():
-            stage.autocast = dtype  # a GPU computes the adapter's float32 products without tensor cores
+            compute_adapters_in(stage, dtype)  # a GPU computes float32 products without tensor cores
     if not is_mixed and dtype == torch.bfloat16 and config.optimizer.master_weights:
         for stage in stages.values():
             main_gradients(stage, torch.float32)
