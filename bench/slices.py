@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", default="16384,32768,65536,131072" if GPU else "512,1024")
     parser.add_argument("--slices", default="4,8" if GPU else "4")
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--ac", default="full")
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--lora", action="store_true", help="train an adapter only")

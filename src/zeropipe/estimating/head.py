@@ -46,7 +46,8 @@ def fuse(head: Head, sizes: Sizes, is_compiled: bool) -> dict[str, list[Op]]:
     kept = hidden + whole if is_trained else 0.0
     in_w = [
         replace(product, back=0.0, kept=(kept, kept), stash=kept, gradient=0.0), again,
-        replace(passes, workspace=_both(temporary + (0.0 if is_trained else hidden + chunk))),
+        replace(passes, workspace=_both(temporary + (0.0 if is_trained else hidden + chunk)),
+            chunk=temporary + (0.0 if is_trained else chunk)),
     ]  # fmt: skip
     rest = [op for index, op in enumerate(ops) if index != at]
     if not is_trained:
@@ -54,7 +55,7 @@ def fuse(head: Head, sizes: Sizes, is_compiled: bool) -> dict[str, list[Op]]:
     in_f = [
         replace(product, back=0.0, kept=(0.0, 0.0), stash=0.0, gradient=0.0, deferred=False), again,
         replace(again, name="head_weight", kept=(0.0, 0.0)),
-        replace(passes, workspace=_both(temporary + hidden + chunk)),
+        replace(passes, workspace=_both(temporary + hidden + chunk), chunk=temporary + chunk),
     ]  # fmt: skip
     return {HEAD: [*rest, *in_w], FULL_HEAD: [*rest, *in_f]}
 

@@ -44,8 +44,9 @@ class LayerCost:
     `i_exchange`, what attention gets over `cp`, of which as many seconds as `f_beside` and `i_beside` are hidden by
     computations. Of a layer that can run in slices of sequences, `f_attention` and
     `i_attention` are the parts of f and i that are attention, `keys` the bytes of keys and values, `repeated_keys`
-    those of a copy for all heads that a slice after the first makes while it runs. `spread` has relative errors of
-    measured times, by name.
+    those of a copy for all heads that a slice after the first makes while it runs, `attention_workspace` that of the
+    backward of attention, and `chunk_workspace` what of `f_workspace` is of one chunk of logits. `spread` has relative
+    errors of measured times, by name.
     """
 
     f: float
@@ -72,6 +73,8 @@ class LayerCost:
     i_attention: float = 0.0
     keys: float = 0.0
     repeated_keys: float = 0.0
+    attention_workspace: float = 0.0
+    chunk_workspace: float = 0.0
     spread: Mapping[str, float] = field(default_factory=lambda: NO_SPREAD)
 
     @property
@@ -433,11 +436,10 @@ class LayerCosts:
         if "phases" not in more:
             pairs = [a + b for a, b in zip(forward, backward)]
             more["overlap"] = _sums(stages, lambda layer: layer.overlapped, pairs)
-        workspaces = _workspaces(stages)
         if len(slice_shares) > 1:
             more |= self._slicing(stages, slice_shares)
-            repeated = [max((layer.repeated_keys for layer in stage), default=0.0) for stage in stages]
-            workspaces = _sliced_workspaces(workspaces, repeated, slice_shares)
+            stages = [[_slice_workspaces(layer, slice_shares) for layer in stage] for stage in stages]
+        workspaces = _workspaces(stages)
         if gather == "regather":
             messages = [max(map(self._full_bytes, stage), default=0.0) for stage in blocks]
             workspaces = _gathering_workspaces(workspaces, stages, messages)
@@ -610,18 +612,18 @@ def _workspaces(stages: Sequence[Sequence[LayerCost]]) -> list[list[float]]:
     ]
 
 
-def _sliced_workspaces(
-    workspaces: Sequence[Sequence[float]], repeated: Sequence[float], shares: Sequence[float]
-) -> list[list[float]]:
-    """Workspaces of which the share of each slice is enough, with the keys of all tokens up to its end for all heads.
+def _slice_workspaces(layer: LayerCost, shares: Sequence[float]) -> LayerCost:
+    """The layer with workspaces of which the share of each slice is enough for it.
 
-    A backward has their gradients, too.
+    A slice has the keys of all tokens up to its end for all heads, and the gradients of these in the backward of
+    attention, when what later operators keep is gone; chunks of logits are as large as those of whole sequences.
     """
-    longest = max(end / share for end, share in zip(accumulate(shares), shares, strict=True))
-    return [
-        [size + copies * longest * more for size, more in zip(sizes, repeated, strict=True)]
-        for sizes, copies in zip(workspaces, (1, 2, 2), strict=True)
-    ]
+    keys = layer.repeated_keys * max(end / share for end, share in zip(accumulate(shares), shares, strict=True))
+    chunk = layer.chunk_workspace * (1 / min(shares) - 1)
+    return replace(
+        layer, f_workspace=layer.f_workspace + keys + chunk,
+        workspace=max(layer.workspace + keys, layer.attention_workspace + 2 * keys),
+    )  # fmt: skip
 
 
 def _gathering_workspaces(

@@ -45,6 +45,7 @@ class Op:
     keys: float = 0.0  # keys and values, which slices of a sequence share; 0 if it cannot run in slices
     repeated: float = 0.0  # a copy of these for all heads, which a slice after the first makes
     workspace: tuple[float, float] = (0.0, 0.0)  # that F needs only while it runs
+    chunk: float = 0.0  # the part of it that is of a chunk of logits, uncompiled
     kernels: tuple[int, int] = (0, 0)  # that F launches, if they are counted
     routed: bool = False
     divided: int = 0  # parameters of experts, which ep divides
