@@ -35,7 +35,7 @@ class Pricing:
         """Of a matrix product or attention, forward."""
         efficiency = self.gpu.efficiency
         fraction = efficiency.attention if op.attention else efficiency.matmul
-        peak = self.gpu.peak_of(self.dtype)
+        peak = self.gpu.peak_of("float32" if op.float32 else self.dtype)
         return max(op.flops / (peak * fraction), self.move_seconds(op.moved[1]))
 
     def move_seconds(self, size: float) -> float:

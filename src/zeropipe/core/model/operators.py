@@ -29,6 +29,7 @@ class Op:
     trained: int | None = None  # trained parameters; None: all
     linear: tuple[int, int] | None = None  # inputs and outputs of a linear layer
     attention: bool = False
+    float32: bool = False  # computes in float32, whatever the model's dtype
     deferred: bool = False  # has a W
     back: float = 1.0  # FLOPs of I divided by those of F; attention has its own ratio
     kept: tuple[float, float] = (0.0, 0.0)
