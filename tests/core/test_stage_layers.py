@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeropipe.core.model.layers import format_counts, layer_counts, layer_ranges, num_stages_for, require_layer_counts
+from zeropipe.core.model.layers import (
+    format_counts,
+    layer_counts,
+    layer_ranges,
+    num_stages_for,
+    read_num_layers,
+    require_layer_counts,
+)
 from zeropipe.errors import ConfigError
 
 
@@ -59,3 +66,21 @@ def test_stages_from_layers_per_stage():
 def test_many_stages_are_told_by_runs_of_equal_ones():
     assert format_counts((2, 3, 3, 2)) == "2,3,3,2"
     assert format_counts((0, *[1] * 40, 2)) == "0, 40 times 1, 2"
+
+
+@pytest.mark.parametrize(
+    "config,number",
+    [
+        ({"num_hidden_layers": 4}, 4),
+        ({"n_layer": 4}, 4),
+        ({"num_hidden_layers": 12, "encoder_layers": 12, "decoder_layers": 6}, 6),
+        ({"num_hidden_layers": 12, "num_encoder_layers": 12, "num_decoder_layers": 6}, 6),
+        ({"layers_block_type": ["linear_attention", "mlp", "full_attention"]}, 3),
+        ({"num_hidden_layers": 2, "hybrid_override_pattern": "M-*-"}, 4),
+        ({"model_type": "longcat_flash", "num_layers": 5, "num_hidden_layers": 10}, 5),
+        ({"model_type": "llama", "num_layers": 5, "num_hidden_layers": 10}, 10),
+        ({"hidden_size": 4}, None),
+    ],
+)
+def test_layers_of_a_config_are_counted_as_transformers_does(config, number):
+    assert read_num_layers(config) == number

@@ -13,6 +13,9 @@ from train_runs import VOCABULARY, run_config
 from transformers import AutoConfig
 
 from zeropipe.engine import hf_model
+from zeropipe.engine.run.job import DTYPES
+from zeropipe.engine.stages.skeleton import build_on_meta, find_decoder_config
+from zeropipe.engine.stages.verify import find_family
 from zeropipe.engine.transformers_private import causal_class
 from zeropipe.train.config.tables import RunConfig
 
@@ -25,12 +28,34 @@ LAYOUTS = (
     ({"pp": 2, "dp_replicate": 2}, "zb-h1"), ({"pp": 4}, "1f1b"),
 )  # fmt: skip
 SEQUENCE = 16
+# Plain transformers cannot run these in float64.
+FLOAT32 = {
+    "prophetnet",  # 0 * the smallest float64 in a float32 mask of padding: all losses are NaN
+    "xglm",  # puts the smallest float64 into a float32 scalar: RuntimeError
+    "xlnet",  # multiplies float64 positions of tokens by float32 ones: RuntimeError
+}
 
 
 def load_plain(config: RunConfig) -> Any:
     """The model of a run as transformers loads it; its grouped product of experts has no float64."""
-    kind = causal_class(AutoConfig.from_pretrained(config.model.path))
-    return kind.from_pretrained(config.model.path, dtype=torch.float64, experts_implementation="eager").train()
+    kind, dtype = causal_class(AutoConfig.from_pretrained(config.model.path)), DTYPES[config.model.dtype]
+    return kind.from_pretrained(config.model.path, dtype=dtype, experts_implementation="eager").train()
+
+
+def find_refusal(config: RunConfig) -> str | None:
+    """The line that a run is refused with, as a pattern; None for a run that is not."""
+    try:
+        found = AutoConfig.from_pretrained(config.model.path)
+    except Exception:  # of any type: some versions of transformers cannot read what they have saved
+        return r"cannot read .*config\.json: "
+    if not config.data.packing:
+        return None
+    family = find_family(build_on_meta(find_decoder_config(found), torch.float32))
+    if not family.can_pack:
+        return rf"data\.packing=true: model_type='{found.model_type}' does not separate packed samples"
+    if family.max_packed_row is not None and family.max_packed_row < SEQUENCE:
+        return rf"data\.sequence={SEQUENCE}: .* packed samples in rows of at most {family.max_packed_row} tokens"
+    return None
 
 
 def draw(model_type: str, seed: int, folder: Path) -> RunConfig:
@@ -52,12 +77,13 @@ def draw(model_type: str, seed: int, folder: Path) -> RunConfig:
     for name in EPSILONS:
         if isinstance(getattr(usual, name, None), float):
             changes[name] = chance.choice((1e-6, 1e-3))
-    _save_model(model_type, number, changes, folder / "model")
+    dtype = "float32" if model_type in FLOAT32 else "float64"
+    _save_model(model_type, number, changes, DTYPES[dtype], folder / "model")
     _save_documents(chance, folder / "documents.npy")
     mesh, schedule = chance.choice(LAYOUTS)
-    is_packed = row.packed == "yes" and not changes.get("output_router_logits") and chance.random() < 0.5
+    is_packed = not changes.get("output_router_logits") and chance.random() < 0.5
     return run_config(
-        folder / "out", folder / "model", mesh=mesh, schedule={"name": schedule},
+        folder / "out", folder / "model", model={"dtype": dtype}, mesh=mesh, schedule={"name": schedule},
         engine={
             "ac": chance.choice(("none", "none", "full", "selective:2")),
             "shards": chance.choice(("keep", "regather")) if "dp_shard" in mesh else "keep",
@@ -71,11 +97,11 @@ def draw(model_type: str, seed: int, folder: Path) -> RunConfig:
     )  # fmt: skip
 
 
-def _save_model(model_type: str, number: int, changes: dict[str, Any], path: Path) -> None:
+def _save_model(model_type: str, number: int, changes: dict[str, Any], dtype: torch.dtype, path: Path) -> None:
     """With as many of the changes as transformers builds a model with."""
     while True:
         try:
-            model = hf_model(tiny(model_type, number, **changes), dtype=torch.float64)
+            model = hf_model(tiny(model_type, number, **changes), dtype=dtype)
             with torch.no_grad():
                 model(input_ids=torch.arange(5, 12)[None], use_cache=False)
             break
@@ -86,7 +112,7 @@ def _save_model(model_type: str, number: int, changes: dict[str, Any], path: Pat
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.03)
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=dtype), alpha=0.03)
     model.save_pretrained(path)
 
 

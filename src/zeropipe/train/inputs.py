@@ -15,11 +15,11 @@ from zeropipe.core.files import COSTS_SUFFIXES, SCHEDULE_SUFFIXES, has_suffix, r
 from zeropipe.core.limits import COMMAND_LINE
 from zeropipe.core.model.configs import find_built_in, suggest_model
 from zeropipe.core.model.cp_exchange import HEADS, AttentionHeads
-from zeropipe.core.model.layers import layer_counts, num_stages_for, require_layer_counts
+from zeropipe.core.model.layers import layer_counts, num_stages_for, read_num_layers, require_layer_counts
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Origin, Timeline
 from zeropipe.core.units import count_text
-from zeropipe.engine.run.spec import Job, built_in_config, num_layers_in
+from zeropipe.engine.run.spec import Job, built_in_config
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.user import load_any
 from zeropipe.sim.layer_costs import LayerCosts
@@ -80,7 +80,7 @@ def _open_shapes(data: str) -> ShapedModel | CountedModel:
 
 def count_layers(config: RunConfig) -> int:
     """The number of layers of the model."""
-    found = num_layers_in(load_text_config(config))
+    found = read_num_layers(load_text_config(config))
     if not isinstance(found, int):
         raise ConfigError(f"{config.model.path}: its config has no num_hidden_layers, so it cannot be cut into stages")
     return found

@@ -9,9 +9,10 @@ import torch
 from family_models import tiny
 from stage_models import CONFIGS
 from torch import nn
-from transformers import Gemma3nTextConfig, LlamaConfig, XLMConfig
+from transformers import DbrxConfig, Gemma3nTextConfig, LlamaConfig, XLMConfig
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.dbrx.configuration_dbrx import DbrxAttentionConfig
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from zeropipe.engine.stages import cut, families, small_model, verify
@@ -266,6 +267,19 @@ def test_kinds_of_a_copy_are_counted_as_they_come_up_in_it():
     """Of the first layer and the last three of [0, 1, 1, 1, 2, 1, 1] a copy says [0, 1, 2, 2]."""
     assert (0, 4, 5, 6) in small_model._choices([0, 1, 1, 1, 2, 1, 1])
     assert small_model._renumber([0, 2, 1, 1]) == [0, 1, 2, 2]
+
+
+def test_parts_of_a_small_config_have_no_fields_that_they_may_refuse(monkeypatch):
+    """The parts of dbrx refuse these in some versions of transformers."""
+    create = DbrxAttentionConfig.__init__
+
+    def create_strictly(self, **fields):
+        assert not {"_name_or_path", "output_attentions"} & fields.keys()
+        create(self, **fields)
+
+    monkeypatch.setattr(DbrxAttentionConfig, "__init__", create_strictly)
+    small = small_model.small_config(DbrxConfig(attn_config={"kv_n_heads": 4, "clip_qkv": 3.0}), range(2), 24)
+    assert (small.n_layers, small.attn_config.clip_qkv) == (2, 3.0)
 
 
 def test_weights_of_a_small_copy_are_drawn_once(monkeypatch):

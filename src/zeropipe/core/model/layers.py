@@ -11,8 +11,21 @@ from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, short
 
 _MAX_LISTED = 32  # stages whose layers are listed one by one
-# the field of a model's config that has the number of layers
-NUM_LAYERS_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+# The field of a model's config that has the number of layers. A model with an encoder may have another number there,
+# which is its num_hidden_layers.
+NUM_LAYERS_NAMES = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# fields with one entry for each layer, which transformers counts instead of a num_hidden_layers (nemotron_h)
+_LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern")
+
+
+def read_num_layers(config: Mapping[str, Any]) -> Any:
+    """The number of layers in a model's config, as transformers counts them; None if it has none."""
+    for name in _LAYER_LISTS:
+        if isinstance(config.get(name), list | str):
+            return len(config[name])
+    # the attention layers of longcat_flash are in pairs, and its num_hidden_layers counts each of them
+    names = ("num_layers", *NUM_LAYERS_NAMES) if config.get("model_type") == "longcat_flash" else NUM_LAYERS_NAMES
+    return next((config[name] for name in names if name in config), None)
 
 
 def find_excess_layers(config: Mapping[str, Any], limit: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from zeropipe.core.mesh import DATA_DIMENSIONS, Mesh, num_processes
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.model.configs import find_built_in, suggest_model
-from zeropipe.core.model.layers import NUM_LAYERS_NAMES, layer_counts, require_layer_counts
+from zeropipe.core.model.layers import layer_counts, read_num_layers, require_layer_counts
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Origin
 from zeropipe.errors import ConfigError
@@ -87,17 +86,12 @@ def num_layers_of(job: Job) -> int:
         )
     try:
         data = json.loads(file.read_text())
-        found = num_layers_in({**data, **data.get("text_config", {})})
+        found = read_num_layers({**data, **data.get("text_config", {})})
     except (ValueError, AttributeError, TypeError):
         raise ConfigError(f"{file} is not a model's configuration; save one with save_pretrained") from None
     if not isinstance(found, int):
         raise ConfigError(f"{file} has no num_hidden_layers: only decoder models can be cut into stages")
     return found
-
-
-def num_layers_in(config: Mapping[str, Any]) -> Any:
-    """The number of layers in a model's config, whose name differs for gpt2, mpt and gpt_neo."""
-    return next((config[name] for name in NUM_LAYERS_NAMES if name in config), None)
 
 
 def layers_per_stage_of(job: Job, schedule: Schedule) -> tuple[int, ...]:

@@ -53,6 +53,8 @@ _LENGTH_LIMITS: tuple[tuple[str, int], ...] = (
     (r"floor_scale", 3),
     (r"index_block_size|index_topk_blocks", 2),
 )
+# fields of every config, which some versions of transformers refuse to read in a part of another (attn_config of dbrx)
+_NOT_IN_PARTS = ("_name_or_path", "output_attentions")
 MAX_ROPE_LENGTH = 5  # of rotary embeddings that treat longer sequences differently
 
 
@@ -270,7 +272,7 @@ def _has_layer_keys(value: Any) -> bool:
 
 def _map_fields(fields: Mapping[str, Any], rule: Callable[[str, Any], Any]) -> dict[str, Any]:
     return {
-        name: _map_fields(value, rule)
+        name: _map_fields({key: one for key, one in value.items() if key not in _NOT_IN_PARTS}, rule)
         if isinstance(value, dict) and name.endswith("_config") and not _has_layer_keys(value)
         else rule(name, value)
         for name, value in fields.items()
