@@ -28,6 +28,7 @@ from zeropipe.engine.backward import turns
 from zeropipe.engine.backward.experts import find_divided
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.blocks import compiling
+from zeropipe.engine.step import phase_recorder
 from zeropipe.engine.torch_private import comm as torch_comm
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.registry import build
@@ -323,4 +324,15 @@ def recorded_with_ep(schedule: Schedule, sizes: dict[str, int], options: dict[st
     with Engine(schedule, stages, mesh=mesh, record=True, **options) as engine:
         engine.train_step(data, CausalLMLoss())
         engine.train_step(data, CausalLMLoss())
+        return engine.timeline()
+
+
+def recorded_without_ep(schedule: Schedule) -> Any:
+    """The timeline of a recorded step of experts that are not divided, which times no exchange."""
+    stages = hf_stages(config_of("qwen3_moe"), schedule, 0)
+    with (
+        mock.patch.object(phase_recorder, "mark_time", side_effect=AssertionError),
+        Engine(schedule, stages, record=True) as engine,
+    ):
+        engine.train_step(tokens(schedule.num_microbatches, 0, 0, False), CausalLMLoss())
         return engine.timeline()

@@ -9,14 +9,15 @@ import pytest
 pytest.importorskip("transformers")
 
 import expert_cases
+import torch
 from engine_helpers import ranks
 from full_marker import mark_rest_full
 
 import zeropipe as zp
-from zeropipe.core.action import Kind
+from zeropipe.core.action import Action, Kind
 from zeropipe.core.phases import PHASES
 from zeropipe.engine.backward.exchange_times import TimedExchange
-from zeropipe.engine.step.phase_recorder import divide_action, join_phases
+from zeropipe.engine.step.phase_recorder import PhaseRecorder, divide_action, join_phases
 from zeropipe.sim.fit import fit
 
 
@@ -66,6 +67,18 @@ def test_weight_gradients_are_divided_like_their_layers():
     assert found == ((2, 2, 2), (2, 3, 0), (4, 3, 3), (4, 5, 0))
     assert join_phases([forward], {}, 1) is None  # backwards in Overlaps only
     assert join_phases([{}], {}, 1) is None
+
+
+def test_stages_without_divided_experts_are_not_timed():
+    recorder = PhaseRecorder(torch.device("cpu"), 3, [2])
+    actions = [Action(stage, kind, 0) for kind in (Kind.F, Kind.I, Kind.B, Kind.W) for stage in (1, 2)]
+    calls = [recorder.wrap(print, [action]) for action in actions]
+    assert [action for action, call in zip(actions, calls) if call is not print] == actions[1:6:2]
+
+
+def test_a_recorded_step_without_divided_experts_has_no_phases():
+    (timeline,) = ranks(1).run(expert_cases.recorded_without_ep, zp.build("zb-h1", ranks=1, microbatches=2))
+    assert timeline.phases is None
 
 
 @pytest.mark.parametrize(

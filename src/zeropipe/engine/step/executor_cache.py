@@ -17,6 +17,7 @@ from zeropipe.core.resize import resize
 from zeropipe.core.schedule import Program, Schedule
 from zeropipe.core.shard_actions import with_shards
 from zeropipe.core.slices import slices_as_microbatches
+from zeropipe.engine.backward.experts import find_divided
 from zeropipe.engine.mesh.sharded_stage import require_one_dtype
 from zeropipe.engine.step.executor import Executor, ExecutorContext
 from zeropipe.engine.step.recorder import Recorder
@@ -65,8 +66,9 @@ class ExecutorCache:
             watchers.append(FiniteCheck())
         if use == "record":
             self.recorder = self.recorder or Recorder(
-                context.device, context.parameters, context.splitter, context.shards, context.schedule.num_stages - 1
-            )
+                context.device, context.parameters, context.splitter, context.shards, context.schedule.num_stages - 1,
+                [number for number, stage in context.stages.items() if find_divided(stage.module)],
+            )  # fmt: skip
             watchers.append(self.recorder)
         return Executor(context, program, use, watchers)
 

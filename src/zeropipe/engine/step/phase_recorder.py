@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,13 @@ Measured = dict[tuple[int, Kind], list[list[Seconds]]]  # by stage and kind: of 
 
 
 class PhaseRecorder:
-    """Times the exchanges of every F, B and I that is in no Overlap: there, the times are of two actions."""
+    """Times the exchanges of every F, B and I that is in no Overlap: there, the times are of two actions.
 
-    def __init__(self, device: torch.device, last_stage: int) -> None:
-        self._device, self._last_stage = device, last_stage
+    `exchanging` are this rank's stages with divided experts; actions of others are not timed.
+    """
+
+    def __init__(self, device: torch.device, last_stage: int, exchanging: Collection[int]) -> None:
+        self._device, self._last_stage, self._exchanging = device, last_stage, exchanging
         self._marks: list[tuple[Action, Any, Sequence[TimedExchange], Any]] = []
 
     def begin(self) -> None:
@@ -33,7 +36,7 @@ class PhaseRecorder:
 
     def wrap(self, call: Call, actions: Sequence[Action]) -> Call:
         """Time the exchanges of a call."""
-        if len(actions) > 1 or actions[0].kind is Kind.W:
+        if len(actions) > 1 or actions[0].kind is Kind.W or actions[0].stage not in self._exchanging:
             return call
         return partial(self._run, call, actions[0])
 

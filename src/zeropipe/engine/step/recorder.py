@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -58,9 +58,10 @@ class Recorder(Watcher):
         splitter: Splitter,
         shards: Mapping[int, ShardedStage],
         last_stage: int,
+        exchanging: Collection[int],
     ) -> None:
         self._device, self._splitter, self.shards = device, splitter, ShardRecorder(device, shards)
-        self._copies, self.phases = CopyRecorder(device), PhaseRecorder(device, last_stage)
+        self._copies, self.phases = CopyRecorder(device), PhaseRecorder(device, last_stage, exchanging)
         self._parameters = parameters
         # start, end, actions, memory during, memory after
         self._marks: list[tuple[Any, Any, Sequence[Action], Any, int]] = []
