@@ -89,9 +89,9 @@ def _value(option: Option) -> str:
 
 
 def _default(option: Option) -> str:
-    if option.is_flag and option.secondary_opts and option.default is not None:
+    if option.is_flag and option.secondary_opts and isinstance(option.default, bool):
         return f"`{(option.opts if option.default else option.secondary_opts)[0]}`"
-    has_default = option.show_default and option.default is not None and not option.is_flag
+    has_default = option.show_default and option.default is not None and option.default is not False
     return f"`{option.default}`" if has_default else ""
 
 

@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 import zeropipe as zp
 from zeropipe.engine import Engine
+from zeropipe.engine.blocks import compiling as blocks
 from zeropipe.engine.checkpoint import catalog, writer
 from zeropipe.engine.run.job import run_job
 from zeropipe.engine.run.spec import Job
 from zeropipe.errors import ConfigError
+from zeropipe.train import compiling
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.loop import checkpoints, setup, trainer
 from zeropipe.train.loop import export as exporting
@@ -165,6 +167,15 @@ def train_logged(config: RunConfig) -> tuple[Any, list[str]]:
     lines: list[str] = []
     with mock.patch.object(trainer, "log", lines.append), mock.patch.object(checkpoints, "log", lines.append):
         return trainer.train(config), lines
+
+
+def train_as_on_a_gpu(config: RunConfig) -> tuple[Any, list[str]]:
+    """`engine.compile = "auto"` compiles here as on a GPU in 16 bits, by a compiler that takes less time."""
+    with (
+        mock.patch.object(compiling, "compiles_by_default", return_value=True),
+        mock.patch.object(blocks, "inductor_backend", return_value="aot_eager"),
+    ):
+        return train_logged(config)
 
 
 def train_with_a_tensor_twice(config: RunConfig) -> Any:

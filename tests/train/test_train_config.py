@@ -39,7 +39,8 @@ WRONG = {
     "true for a number": ("", GOOD + "[optimizer]\nclip = true",
                           "run.toml: optimizer.clip=True: must be a non-negative number"),
     "number for a flag": ("", GOOD + "[engine]\ncompile = 1",
-                          "run.toml: engine.compile=1: must be true or false"),
+                          "run.toml: engine.compile=1: must be true, false or auto"),
+    "word for a flag": ("--engine.compile=maybe", GOOD, "--engine.compile maybe: must be true, false or auto"),
     # fields of the command line
     "unknown flag": ("--mesh.dp-shards 2", GOOD, "unknown field --mesh.dp-shards: did you mean --mesh.dp_shard?"),
     "part of a name": ("--lr 2", GOOD, "unknown field --lr: did you mean --optimizer.lr?"),
@@ -313,6 +314,7 @@ def test_fields_are_given_in_any_order_and_form(folder):
     assert config.data.path == ("a/*.txt", "b.txt")
     assert (config.optimizer.lr, config.optimizer.betas) == (3e-4, (0.8, 0.9))
     assert (config.train.steps, config.train.epochs) == (None, 2)
+    assert read_run("run.toml", ["--engine.compile", "auto", "--mesh.pp", "2"]).engine.compile == "auto"
     with pytest.raises(ConfigError, match=r"^'x': must be --table.field value"):
         read_run("run.toml", ["x"])
 

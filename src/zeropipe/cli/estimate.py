@@ -59,7 +59,7 @@ def estimate(model: str | None, known: bool, out: str | None, as_json: bool, **v
         raise ConfigError("MODEL is missing: use a known name (--known), a directory with config.json, or a file")
     require_costs_file(out)
     found = estimate_layers(
-        model, gpu=values["gpu"], compile=values["compile"], efficiency=parse_efficiency(values["efficiency"]),
+        model, gpu=values["gpu"], compile=values["compile"] is True, efficiency=parse_efficiency(values["efficiency"]),
         sequence=values["sequence"] or DEFAULT_SEQUENCE, dtype=values["dtype"] or DEFAULT_DTYPE,
         microbatch_size=values["microbatch"] or (1,), tp=values["tp"] or (1,),
         ac=(values["ac"] or "none").split(","), lora=values["lora"], ep=values["ep"] or (1,), cp=values["cp"] or (1,),
@@ -79,7 +79,8 @@ def _parallel_values(sequence_parallel: bool | None, tp_sizes: Sequence[int]) ->
 def print_compile_note() -> None:
     """Print that blocks are not compiled, unless the command line says so."""
     if not is_set("compile"):
-        print("zeropipe: estimated without torch.compile, the default of all commands; see --compile", file=sys.stderr)
+        line = "estimated without torch.compile, which `zeropipe train` uses on a GPU in 16 bits; see --compile"
+        print(f"zeropipe: {line}", file=sys.stderr)
 
 
 def parse_efficiency(text: str | None) -> dict[str, Any] | None:

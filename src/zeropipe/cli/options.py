@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from zeropipe.cli.command import SINGLE_COSTS, Command, Option, print_cost_help
-from zeropipe.cli.param_types import DTYPES, Dtype, FiniteRange, Integers, Size, Tokens
+from zeropipe.cli.param_types import DTYPES, Dtype, FiniteRange, Integers, Size, SwitchOrAuto, Tokens
 from zeropipe.core.formats.parse import parse_value
 from zeropipe.core.gradient_policy import GRADIENTS
 from zeropipe.core.mesh import DIMENSIONS, EXPERTS
@@ -132,8 +132,9 @@ device = option(
     help="Device to run on; auto is a GPU if there is one.",
 )  # fmt: skip
 compile = option(
-    "--compile/--no-compile", default=False, show_default=True, field="engine.compile",
-    help="Compile each transformer block (torch.compile).",
+    "--compile/--no-compile", type=SwitchOrAuto(), default="auto", show_default="auto", field="engine.compile",
+    help="Compile each transformer block (torch.compile); auto: in run and profile on a GPU in 16 bits, not in estimate"
+    " and plan.",
 )  # fmt: skip
 fused_head = option(
     "--fused-head/--no-fused-head", default=True, show_default=True, field="engine.fused_head",

@@ -60,6 +60,13 @@ class Dtype(click.Choice):
         return _OLD_DTYPES.get(value) or super().convert(value, param, ctx)
 
 
+class SwitchOrAuto(click.types.BoolParamType):
+    """A switch whose default is `auto`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "auto" else super().convert(value, param, ctx)
+
+
 class Bytes(float):
     """An amount of memory that was given with a unit."""
 

@@ -129,11 +129,12 @@ def _refuse(made: Plan, as_json: bool) -> None:
 def _plan_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `zp.plan`."""
     names = (
-        "gpus", "gpus_per_node", "memory", "reserve", "batch", "gpu", "compile", "lora", "tp", "ep", "cp",
+        "gpus", "gpus_per_node", "memory", "reserve", "batch", "gpu", "lora", "tp", "ep", "cp",
         "slices", "search_seconds", "search_steps", "sequence_parallel", "workers", "imbalance", "dispatch", "sample",
     )  # fmt: skip
     return {
         **{name: values[name] for name in names},
+        "compile": values["compile"] is True,
         "sequence": values["sequence"] or DEFAULT_SEQUENCE,
         "dtype": values["dtype"] or DEFAULT_DTYPE,
         "efficiency": parse_efficiency(values["efficiency"]),

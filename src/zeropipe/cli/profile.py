@@ -145,14 +145,28 @@ def _create_job(model: str, data: Any, values: dict[str, Any]) -> ProfileJob:
             f"{suggest_model(model)}"
         )
     modes = tuple((values["ac"] or "none").split(","))
-    settings = list_settings(modes, values["microbatch"] or (1,), (values["compile"],))
     dtype = opt.require_run_dtype(values["dtype"] or DEFAULT_DTYPE)
+    compiles = _compiles_by_default(values["device"], dtype) if values["compile"] == "auto" else bool(values["compile"])
+    settings = list_settings(modes, values["microbatch"] or (1,), (compiles,))
     sample = values["sample"]
     if sample is not None and sequence % sample:
         raise ConfigError(f"--sample {sample}: must divide --sequence {sequence}")
     return ProfileJob(
         name, source, settings, sequence, values["device"], dtype, values["steps"] or DEFAULT_STEPS, sample=sample
     )
+
+
+def _compiles_by_default(device: str, dtype: str) -> bool:
+    """Whether blocks are compiled if nothing else is said; only a GPU that may be there needs torch."""
+    from zeropipe.engine import require_torch
+    from zeropipe.engine.run.spec import compiles_by_default
+
+    if not compiles_by_default("cuda" if device == "auto" else device, dtype):
+        return False
+    require_torch()
+    from zeropipe.engine.run.job import resolve_device
+
+    return compiles_by_default(resolve_device(device), dtype)
 
 
 def _measure(job: ProfileJob, values: dict[str, Any]) -> Profile | None:

@@ -261,9 +261,10 @@ def _create_job(built: list[Schedule], values: dict[str, Any]) -> Job:
     for name in ("first_less", "last_less"):
         if counts and values[name]:
             raise ConfigError(f"--layers has each stage's layers already: leave out {opt.flag_of(name)}")
-    names = ("model", "num_layers", "vocabulary", "first_less", "last_less", "device", "compile", "split", "mesh")
+    names = ("model", "num_layers", "vocabulary", "first_less", "last_less", "device", "split", "mesh")
     job = Job(
         **{name: values[name] for name in (*names, "dynamic_weights")}, overlap=values["overlap_mode"], layers=counts,
+        compile=None if values["compile"] == "auto" else values["compile"],
         verify=values["verify"], steps=values["steps"] or DEFAULT_STEPS,
         sequence=values["sequence"] or DEFAULT_SEQUENCE,
         batch=opt.require_single("microbatch", values["microbatch"], "estimate, profile and plan take") or 1,
@@ -286,8 +287,11 @@ def _with_device(job: Job) -> Job:
 
     require_torch()
     from zeropipe.engine.run.job import resolve_device
+    from zeropipe.engine.run.spec import compiles_by_default
 
-    return replace(job, device=resolve_device(job.device))
+    device = resolve_device(job.device)
+    compiles = compiles_by_default(device, job.dtype) if job.compile is None else job.compile
+    return replace(job, device=device, compile=compiles)
 
 
 def _run_ranks(built: list[Schedule], job: Job, timeout: float) -> list[Outcome] | None:

@@ -66,6 +66,8 @@ def _require_runnable(path: str, config: RunConfig) -> None:
 
 def _run_options(config: RunConfig) -> dict[str, Any]:
     """Options of `zeropipe run`."""
+    from zeropipe.train.compiling import is_compiled
+
     model, table, engine, data = config.model, config.schedule, config.engine, config.data
     options: dict[str, Any] = {
         "model": model.path, "dtype": model.dtype, "microbatch": data.microbatch, "sequence": data.sequence,
@@ -78,4 +80,6 @@ def _run_options(config: RunConfig) -> dict[str, Any]:
     sizes = {name: size for name, size in config.mesh.sizes.items() if size > 1 or name == "pp"}
     if len(sizes) > 1:
         options["mesh"] = format_mesh(sizes)
+    if engine.compile == "auto" and not is_compiled(config, "cuda"):
+        options["compile"] = False
     return {name: value for name, value in options.items() if value is not None}

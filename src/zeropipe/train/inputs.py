@@ -23,6 +23,7 @@ from zeropipe.engine.run.spec import Job, built_in_config
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.user import load_any
 from zeropipe.sim.layer_costs import LayerCosts
+from zeropipe.train.compiling import is_compiled, predicted_device
 from zeropipe.train.config.tables import LoraTable, RunConfig
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ def choose_layers(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
             )
         setting = costs.setting(
             ac=config.engine.ac, microbatch_size=config.data.microbatch, tp=config.mesh.tp,
-            compile=config.engine.compile, sequence_parallel=config.mesh.sequence_parallel,
+            compile=is_compiled(config, predicted_device(config, costs)),
+            sequence_parallel=config.mesh.sequence_parallel,
             ep=config.mesh.ep if any(setting.ep == config.mesh.ep for setting in costs.settings) else 1,
             cp=config.mesh.cp,
         )  # fmt: skip
@@ -145,12 +147,12 @@ def choose_layers(config: RunConfig, schedule: Schedule) -> tuple[int, ...]:
 
 
 def describe_origin(config: RunConfig, schedule: Schedule) -> Origin:
-    """The settings of this run that a recorded step is stored with."""
+    """The settings of this run that a recorded step is stored with. What `engine.compile` came to is settled."""
     data, engine = config.data, config.engine
     sequence = data.sequence if data.packing or data.kind == "synthetic" else 0  # padded rows differ in length
     return Origin(
         choose_layers(config, schedule), engine.ac, data.microbatch, sequence, config.model.dtype, config.mesh.tp,
-        engine.compile, config.lora is not None, config.mesh.sequence_parallel,
+        engine.compile is True, config.lora is not None, config.mesh.sequence_parallel,
     )  # fmt: skip
 
 
@@ -213,7 +215,8 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
             )
         return estimate(
             open_shapes(config), gpu=source, sequence=config.data.sequence, dtype=dtype, ac=config.engine.ac,
-            microbatch_size=config.data.microbatch, tp=config.mesh.tp, compile=config.engine.compile,
+            microbatch_size=config.data.microbatch, tp=config.mesh.tp,
+            compile=is_compiled(config, predicted_device(config)),
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
             dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config), cp=config.mesh.cp,
             fused_head=config.engine.fused_head, cp_exchange=config.mesh.cp_exchange,

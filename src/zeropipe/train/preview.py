@@ -20,6 +20,7 @@ from zeropipe.estimating.estimate import estimate
 from zeropipe.planning.context import PlanContext
 from zeropipe.planning.score import Simulation, attribute_memory, compute_mfu, create_row, simulate_candidate
 from zeropipe.sim.layer_costs import LayerCosts
+from zeropipe.train.compiling import explain_uncompiled, is_compiled, predicted_device
 from zeropipe.train.config.file_rules import has_weights
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.inputs import (
@@ -123,6 +124,8 @@ def preview(config: RunConfig) -> Preview:
         notes.append(f"{path} has no weights; to train, set --model.path to their directory, or model.weights='random'")
     if config.engine.offload:
         notes.append("optimizer state and master weights are in CPU memory (engine.offload)")
+    if reason := explain_uncompiled(config, predicted_device(config, costs)):
+        notes.append(reason)
     notes += _preview_data(config)
     data, mesh = config.data, config.mesh
     return Preview(
@@ -157,7 +160,7 @@ def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | Non
     try:
         shapes = estimate(
             open_shapes(config), sequence=config.data.sequence, ac=config.engine.ac, tp=config.mesh.tp,
-            microbatch_size=config.data.microbatch, compile=config.engine.compile,
+            microbatch_size=config.data.microbatch, compile=is_compiled(config, predicted_device(config)),
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
             dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config), cp=config.mesh.cp,
             fused_head=config.engine.fused_head, cp_exchange=config.mesh.cp_exchange,

@@ -18,6 +18,7 @@ from zeropipe.planning.rows import Candidate
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import LayerCosts, ParameterBytes
 from zeropipe.sim.refit import find_run_setting
+from zeropipe.train.compiling import is_compiled, predicted_device
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.inputs import COSTS_SUFFIXES, explain_adapter, load_layer_costs, open_shapes
 
@@ -84,11 +85,18 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     data, engine = config.data, config.engine
     if config.mesh.ep > 1 and costs.dispatch != config.mesh.dispatch:
         return f"no prediction: the run has mesh.dispatch={config.mesh.dispatch!r}, the costs {costs.dispatch!r}"
+    compiled = is_compiled(config, predicted_device(config, costs))
+    if all(one.compile != compiled for one in costs.settings):
+        one, other, flag = ("", "not ", "--compile") if compiled else ("not ", "", "--no-compile")
+        return (
+            f"no prediction: the run's blocks are {one}compiled, those of the costs are {other}compiled; create costs "
+            f"with {flag}, or set engine.compile={str(not compiled).lower()}"
+        )
     if reason := _explain_head(config, costs):
         return f"no prediction: {reason}"
     origin = Origin(
-        (), engine.ac, data.microbatch, data.sequence, config.model.dtype, config.mesh.tp, engine.compile,
-        config.lora is not None, config.mesh.sequence_parallel,
+        (), engine.ac, data.microbatch, data.sequence, config.model.dtype, config.mesh.tp,
+        compiled, config.lora is not None, config.mesh.sequence_parallel,
     )  # fmt: skip
     try:
         costs.setting(ep=config.mesh.ep)

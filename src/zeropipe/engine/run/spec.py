@@ -32,7 +32,7 @@ class Job:
     last_less: int = 0  # and on the last one
     device: str = "cpu"
     dtype: str = "float32"
-    compile: bool = False
+    compile: bool | None = False  # None: on a GPU in 16 bits
     ac: str = "none"
     split: str = "store"
     dynamic_weights: bool = False
@@ -47,6 +47,11 @@ def check_job(job: Job) -> None:
     Checkpointing.parse(job.ac)
     if job.dynamic_weights and job.split != "store":
         raise ConfigError(f"--dynamic-weights cannot run --split {job.split}: use --split store")
+
+
+def compiles_by_default(device: str, dtype: str) -> bool:
+    """Whether blocks are compiled where nothing else is said: on a GPU in 16 bits."""
+    return device == "cuda" and dtype == "bfloat16"
 
 
 def require_cores(num_ranks: int) -> None:
@@ -111,7 +116,7 @@ def origin_of(job: Job, schedule: Schedule) -> Origin:
         job.sequence,
         job.dtype,
         dict(job.mesh).get("tp", 1),
-        job.compile,
+        bool(job.compile),
     )
 
 

@@ -57,7 +57,21 @@ def is_optional(field: FieldInfo) -> bool:
 
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
-    """The values of a field with a fixed set of them; else none."""
+    """The values of a field with a fixed set of words; else none."""
+    return () if is_switch(field) else _words_of(field)
+
+
+def is_switch(field: FieldInfo) -> bool:
+    """Whether a field is true or false, or a word instead."""
+    return value_types(field) <= {bool, Literal} and bool in value_types(field)
+
+
+def switch_values(field: FieldInfo) -> dict[str, bool | str]:
+    """The values of a switch by their text on the command line."""
+    return {"true": True, "false": False} | {word: word for word in _words_of(field)}
+
+
+def _words_of(field: FieldInfo) -> tuple[str, ...]:
     literals = [kind for kind in _union_members(field.annotation) if get_origin(kind) is Literal]
     return get_args(literals[0]) if literals else ()
 

@@ -9,7 +9,16 @@ from pydantic.fields import FieldInfo
 
 from zeropipe.core.formats.parse import parse_number, parse_toml
 from zeropipe.errors import ConfigError, short
-from zeropipe.train.config.fields import choices_of, field_names, find_field, is_optional, suggest_field, value_types
+from zeropipe.train.config.fields import (
+    choices_of,
+    field_names,
+    find_field,
+    is_optional,
+    is_switch,
+    suggest_field,
+    switch_values,
+    value_types,
+)
 
 
 def takes_value(flag: str, following: str) -> bool:
@@ -17,7 +26,7 @@ def takes_value(flag: str, following: str) -> bool:
     if "=" in flag or (following.startswith("--") and len(following) > 2):
         return False
     field = find_field(_field_name(flag))
-    return field is None or value_types(field) != {bool} or following in ("true", "false")
+    return field is None or not is_switch(field) or following in switch_values(field)
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -37,7 +46,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         if not equals:
             if rest and takes_value(flag, rest[0]):
                 text = rest.pop(0)
-            elif value_types(field) == {bool}:
+            elif is_switch(field):
                 text = "true"
             else:
                 raise ConfigError(f"{flag} has no value; use it like {flag} {_example_value(field)}")
@@ -84,8 +93,8 @@ def _parse_value(text: str, field: FieldInfo, is_option: bool) -> Any:
         return [parse_number(item) for item in items]
     if types & {int, float}:
         return parse_number(text)
-    if types == {bool}:
-        return {"true": True, "false": False}.get(text, text)
+    if is_switch(field):
+        return switch_values(field).get(text, text)
     return text
 
 

@@ -93,7 +93,7 @@ def _check_mesh(config: RunConfig) -> Iterator[str]:
         yield "mesh.shard_cp=true shards weights over cp, without ep; use mesh.cp of at least 2 and mesh.ep=1"
     if mesh.cp_exchange != "auto" and mesh.cp == 1:
         yield f"mesh.cp_exchange={mesh.cp_exchange!r} is for mesh.cp of at least 2; use that, or leave it out"
-    if mesh.cp_exchange == "ring" and engine.compile:
+    if mesh.cp_exchange == "ring" and engine.compile is True:
         yield "mesh.cp_exchange='ring' does not run compiled; use heads or gather, or engine.compile=false"
     if mesh.num_shards == 1:
         if engine.offload:
@@ -171,7 +171,7 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
         yield f"schedule.slices={table.slices}: slices do not run with mesh.cp={config.mesh.cp}; use one of them"
         return
     for name, is_set in (
-        ("mesh.sequence_parallel", config.mesh.sequence_parallel), ("engine.compile", config.engine.compile)
+        ("mesh.sequence_parallel", config.mesh.sequence_parallel), ("engine.compile", config.engine.compile is True)
     ):  # fmt: skip
         if is_set and table.slices > 1:
             yield f"schedule.slices={table.slices}: slices do not run with {name}=true; use one of them"
@@ -213,7 +213,7 @@ def _check_engine(config: RunConfig) -> Iterator[str]:
     table = config.engine
     try:
         Options(
-            compile=table.compile, ac=table.ac, split=table.split, dynamic_weights=table.dynamic_weights,
+            compile=table.compile is True, ac=table.ac, split=table.split, dynamic_weights=table.dynamic_weights,
             overlap=table.overlap, regather=table.shards == "regather", gradients=table.gradients,
             timeout=table.timeout,
         ).check()  # fmt: skip

@@ -13,6 +13,7 @@ BYTE_TOKENIZER = "bytes"  # value of data.tokenizer: one token per byte
 
 # types of fields, each with its rule in words. Strict: numbers may be integers, but not true or "1"
 Flag = Annotated[bool, Field(strict=True), "true or false"]
+FlagOrAuto = Annotated[Annotated[bool, Field(strict=True)] | Literal["auto"], "true, false or auto"]
 Count = Annotated[int, Field(strict=True, ge=1, le=MAX_INTEGER), "a positive integer"]
 Index = Annotated[int, Field(strict=True, ge=0, le=MAX_INTEGER), "a non-negative integer"]
 Length = Annotated[int, Field(strict=True, ge=2, le=MAX_INTEGER), "an integer of at least 2"]
@@ -164,7 +165,11 @@ class EngineTable(Table):
     """Options of the engine. Those of `zeropipe.engine.Options` that are not here have their defaults."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="`auto`: a GPU if there is one.")
-    compile: Flag = Field(default=False, description="Compile each transformer block (torch.compile).")
+    compile: FlagOrAuto = Field(
+        default="auto",
+        description="Compile each transformer block (torch.compile). `auto`: on a GPU in 16 bits, unless another field "
+        "rules it out.",
+    )
     ac: str = Field(
         default="none", description="Activation checkpointing: none, full, selective:N, selective:op, memory_budget:X."
     )

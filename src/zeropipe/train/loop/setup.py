@@ -25,6 +25,7 @@ from zeropipe.engine.stages.adapters import compute_adapters_in
 from zeropipe.engine.stages.build import hf_stages
 from zeropipe.engine.stages.small_model import nonzero_dropout
 from zeropipe.errors import ConfigError, MissingExtra, first_line
+from zeropipe.train.compiling import is_compiled
 from zeropipe.train.config.file_rules import ADAPTER_CONFIG
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.data.loader import EvaluationData, TrainingData
@@ -119,12 +120,13 @@ def _build_stages(config: RunConfig, position: RankPosition) -> dict[int, Any]:
 
 def make_engine(config: RunConfig, position: RankPosition, stages: dict[int, Any]) -> Engine:
     """The Engine with this rank's stages."""
-    table = config.engine
+    table, kind = config.engine, position.device.type
     direct = table.direct_gradients
     return Engine(
-        build_run_schedule(config), stages, mesh=position.mesh, device=position.device, compile=table.compile,
-        ac=table.ac, split=table.split, dynamic_weights=table.dynamic_weights, overlap=table.overlap,
-        direct_gradients=position.device.type == "cuda" if direct is None else direct,
+        build_run_schedule(config), stages, mesh=position.mesh, device=position.device,
+        compile=is_compiled(config, kind), ac=table.ac, split=table.split, overlap=table.overlap,
+        dynamic_weights=table.dynamic_weights,
+        direct_gradients=kind == "cuda" if direct is None else direct,
         slice_sizes=config.schedule.slice_sizes, fused_head=table.fused_head, regather=table.shards == "regather",
         gradients=table.gradients,
         timeout=table.timeout,

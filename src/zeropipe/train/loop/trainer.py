@@ -16,6 +16,7 @@ from zeropipe.engine.comm.ranks import job_ranks
 from zeropipe.engine.engine import Engine
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import ConfigError
+from zeropipe.train.compiling import explain_uncompiled, settle_compile
 from zeropipe.train.config.tables import RunConfig
 from zeropipe.train.config.write import to_toml
 from zeropipe.train.data.cache import remove_unused
@@ -78,7 +79,9 @@ class Trainer:
         signals: StopSignals,
         observe: Callable[[StepRecord], None] | None = None,
     ) -> None:
-        self._config, self._engine, self._position = config, engine, position
+        self._file = config
+        self._config = config = settle_compile(config, engine.options.compile)
+        self._engine, self._position = engine, position
         self._signals, self._observe = signals, observe
         self._started_at, self._is_first = time.monotonic(), dist.get_rank() == 0
         self._utilization = Utilization(config, position.device)
@@ -89,6 +92,7 @@ class Trainer:
         self._checkpoints = CheckpointFolder(config, engine, self._is_first)
         self._checkpoints.require_savable(self._optimizer)
         self._progress = self._resume()
+        self._first_step = self._progress.step + 1
         self._num_steps = count_steps(config, self._data, self._progress.step)
         self._stepper = Stepper(config, engine, self._optimizer, self._data, position, self._progress, self._num_steps)
         self._recorder = Recorder(config, self._is_first, self._progress.step, log)
@@ -110,8 +114,10 @@ class Trainer:
         """Run all steps, then save and export."""
         is_finished = 0 < self._num_steps == self._progress.step  # run.toml stays that of the steps that were run
         if self._is_first and not is_finished:
-            write_whole(Path(self._config.train.output) / "run.toml", to_toml(self._config))
+            write_whole(Path(self._config.train.output) / "run.toml", to_toml(self._file))
             self._remove_unused_data()
+            if reason := explain_uncompiled(self._file, self._position.device.type):
+                log(reason)
         metrics = MetricsLog(self._config, self._num_steps, self._progress.step) if self._is_first else None
         try:
             self._synchronize()
@@ -139,6 +145,8 @@ class Trainer:
         self._checkpoints.poll()
         if metrics is not None:
             metrics.log_step(self._metrics_of(record, memory))
+            if self._engine.options.compile and record.step == self._first_step:
+                log(describe_first_step(record))
         if record.timeline is not None:  # after the metrics, so that the report has the loss of this step
             self._recorder.add(record.step, record.timeline, record.seconds)
         is_last = record.step == self._num_steps or bool(self._stopped_by)
@@ -222,6 +230,11 @@ class Trainer:
             values |= {"idle_fraction": record.timeline.idle_fraction, "bubble": record.timeline.bubble}
         values |= summarize_loads(record.loads)
         return values | ({"skipped_now": True} if record.is_skipped else {})
+
+
+def describe_first_step(record: StepRecord) -> str:
+    """The line of the first step of a process that compiles blocks."""
+    return f"step {record.step} took {record.seconds:.3g} s with the compilation of blocks (engine.compile)"
 
 
 def is_better(loss: float, best: Mapping[str, float] | None) -> bool:

@@ -108,7 +108,7 @@ class _Advisor:
 
     def overhead(self) -> str:
         loss = f"Ranks spend {percent(self.share)} of the step between actions: launches, copies and Python. "
-        compiled = "" if self.config.engine.compile else "`engine.compile = true` means fewer launches. "
+        compiled = "" if self.config.engine.compile is True else "`engine.compile = true` means fewer launches. "
         return f"{loss}{compiled}{self._larger_microbatches('fewer actions')}"
 
     def jitter(self) -> str:

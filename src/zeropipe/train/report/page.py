@@ -83,7 +83,8 @@ def describe_setup(config: RunConfig) -> str:
     """The settings that the time of a step depends on."""
     data, engine = config.data, config.engine
     layers = f" layers {format_counts(config.schedule.layers)}" if config.schedule.layers else ""
-    options = "".join(f", {name}" for name in ("compile", "dynamic_weights", "offload") if getattr(engine, name))
+    switches = ("compile", "dynamic_weights", "offload")
+    options = "".join(f", {name}" for name in switches if getattr(engine, name) is True)
     return (
         f"{config.schedule.name}{layers} on {_describe_mesh(config)}: {config.num_microbatches} x {data.microbatch} x "
         f"{data.sequence}, ac {engine.ac}{options}"
@@ -98,7 +99,7 @@ def _describe_run(config: RunConfig) -> str:
         f"{count_text(config.num_microbatches, 'microbatch')} per pipeline",
         config.model.dtype,
         *(["LoRA"] if config.lora else []),
-        *(["compiled"] if config.engine.compile else []),
+        *(["compiled"] if config.engine.compile is True else []),
         *([f"checkpointing {config.engine.ac}"] if config.engine.ac != "none" else []),
     ]
     return " · ".join(facts)
