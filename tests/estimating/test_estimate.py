@@ -202,6 +202,18 @@ def test_memory_is_near_a_real_gpus(compile, ac, peak):
     assert 4 * cost.stash / 2**20 == pytest.approx(1984, rel=0.02)
 
 
+def test_a_checkpointed_forward_makes_what_it_does_not_keep():
+    """Of the MLP of a Llama: its input, gate, up and their product, and eagerly the activation."""
+    tokens, hidden, width = 4096, 4096, 14336
+    for compile, mlp in ((False, hidden + 4 * width), (True, hidden + 3 * width)):
+        modes = ["none", "full", "selective:op", "memory_budget:0.75"]
+        found = estimate("llama-3-8b", ac=modes, compile=compile, sequence=tokens).settings
+        none, full, op, budget = (setting.kinds["dense"].f_workspace for setting in found)
+        assert (none, full) == (0, 2 * tokens * mlp)
+        assert 0 < op < full
+        assert budget == (full / 4 if compile else op)
+
+
 def test_checkpointing_trades_time_for_memory():
     kinds = estimate("llama-3-8b", ac=["none", "selective:op", "full", "memory_budget:1", "memory_budget:0"]).settings
     none, op, full, all_of_it, nothing = (setting.kinds["dense"] for setting in kinds)

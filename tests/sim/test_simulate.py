@@ -194,6 +194,26 @@ def test_memory_counts_what_f_takes_and_i_and_w_free():
     assert timeline.peak_memory == (120,)
 
 
+def test_gradients_are_there_from_the_first_b_or_w_on():
+    """While that runs they take the place of what it frees."""
+    costs = zp.Costs(activation=10, stash=4, weights=100, workspace=1, i_workspace=0, first_gradients=30)
+    for row, during, after in [
+        ("0F0,0F1,0I0,0W0,0I1,0W1", [80, 90, 90, 110, 110, 104], [80, 90, 84, 110, 104, 100]),
+        ("0F0,0F1,0B0,0B1", [80, 90, 111, 111], [80, 90, 110, 100]),
+    ]:
+        memory = zp.simulate(zp.from_csv(f"{row}\n"), costs).memory
+        assert list(memoryview(memory.during).cast("d")) == during
+        assert list(memoryview(memory.after).cast("d")) == after
+    smaller = replace(costs, first_gradients=6)  # a B frees more
+    memory = zp.simulate(zp.from_csv("0F0,0B0\n"), smaller).memory
+    assert list(memoryview(memory.during).cast("d")) == [104, 105]
+    both = replace(costs, activation=0, stash=0, workspace=0, weights=[100] * 4, first_gradients=[30] * 4)
+    dualpipe = zp.simulate(zp.build("dualpipe", ranks=4, microbatches=8), both)  # both copies have their own
+    assert dualpipe.peak_memory == (200,) * 4
+    with pytest.raises(zp.ConfigError, match=r"first_gradients=101 of stage 0 are part of its weights=100: must be"):
+        zp.simulate(zp.from_csv("0F0,0B0\n"), replace(costs, first_gradients=101))
+
+
 def test_a_rank_with_two_stages_holds_both_weights():
     timeline = zp.simulate(zp.build("zbv", ranks=2, microbatches=3), zp.Costs(activation=0, weights=[1, 2, 4, 8]))
     assert timeline.peak_memory == (9, 6)

@@ -206,6 +206,18 @@ def test_what_is_known_without_costs(tmp_path, monkeypatch, run):
         assert (state.weights, state.gradients, state.optimizer) == (weights, gradients, optimizer), given
 
 
+def test_the_state_of_adapters_on_some_layers_is_known(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(GOOD)
+    given = ["--lora.rank", "4", "--lora.dropout", "0.1", "--lora.target_modules"]
+    all_linear, some, unknown = (
+        preview(read_run("run.toml", [*given, names])) for names in ("all-linear", '["q_proj", "down_proj"]', ".*proj")
+    )
+    for one, other, least in zip(all_linear.ranks, some.ranks, unknown.ranks, strict=True):
+        assert one.memory["optimizer"] > other.memory["optimizer"] > least.memory["optimizer"] == 0
+        assert other.memory["optimizer"] == 2 * other.memory["gradients"] == 8 * (other.parameters - least.parameters)
+
+
 def test_balance_by_time_is_zp_balance(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     costs = zp.estimate("qwen3-8b", gpu="h100", sequence=1024, dtype="float32", compile=False)

@@ -233,6 +233,7 @@ COSTS: dict[str, tuple[Any, str]] = {
     ),
     "checkpointed_i_workspace": (str, "The same of its input gradient."),
     "weights": (str, "Constant memory: parameters, gradients, optimizer."),
+    "first_gradients": (str, "The part of weights that the first B or W of a stage allocates."),
     "shards": (
         click.Choice(["keep", "regather"]),
         "Sharded stages: gather weights once per step (keep), or for every microbatch (regather).",

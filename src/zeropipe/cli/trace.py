@@ -292,7 +292,7 @@ def _compare(run: Run, costs: Costs | None) -> TraceComparison:
         costs = add_sharding(costs, own)
     expected = costs or own
     if real.measured:  # a run records the memory of its actions, without weights
-        expected = replace(expected, weights=own.weights)
+        expected = replace(expected, weights=own.weights, first_gradients=own.first_gradients)
     predicted = simulate(run.schedule, expected)
     kind = "from the log's means" if run.log else "measured" if real.measured else "recorded"
     return TraceComparison(

@@ -7,7 +7,7 @@ routers and the ends of the model have none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from zeropipe.core.model.operators import Op
@@ -29,6 +29,13 @@ def add_adapters(ops: Iterable[Op], rank: int, sizes: Sizes) -> list[Op]:
             found += _adapter(op, op.linear, rank, sizes)
         found.append(_freeze(op, sizes))
     return found
+
+
+def count_adapters(ops: Iterable[Op], rank: int, names: Collection[str] | None = None) -> int:
+    """The parameters of adapters of `rank` before each nn.Linear, or before those with these names: "q_proj" is `q`."""
+    return sum(
+        rank * sum(op.linear) for op in ops if op.linear is not None and (names is None or f"{op.name}_proj" in names)
+    )
 
 
 def _freeze(op: Op, sizes: Sizes) -> Op:

@@ -105,7 +105,8 @@ def price_layer(
         i_exchange=parts_back + (0.0 if checkpointing.mode == "none" else parts),  # checkpointing exchanges once more
         f_beside=beside.f, i_beside=beside.i,
         activation=held, stash=sum(op.stash for op in ops), workspace=recomputed + gradients,
-        f_workspace=sum(op.workspace[pricing.compile] for op in ops),
+        f_workspace=sum(op.workspace[pricing.compile] for op in ops)
+        + (_forward_workspace(ops, pricing, checkpointing) if is_block else 0.0),
         message=message if is_block else 0.0, parameters=sum(op.parameters for op in ops), trained=_count_trained(ops),
         flops=sum(map(_useful, ops)), frozen_flops=sum(_useful(op) for op in ops if op.trained == 0),
         phases=_divide_phases(ops, pricing, checkpointing, times, exchanged) if exchanged else None,
@@ -177,9 +178,7 @@ def _checkpoint(
     cheap = sum(pricing.f_seconds(op) for op in ops if not op.is_product)
     everything = forward - pricing.product_seconds(_last(ops))
     peak = COMPILED_RECOMPUTED if pricing.compile else 1.0
-    mode = checkpointing.mode
-    if mode == "budget" and not pricing.compile:
-        mode = "op"
+    mode = _mode(pricing, checkpointing)
     if mode == "none":
         return kept, 0.0, 0.0
     if mode == "op":
@@ -194,6 +193,32 @@ def _checkpoint(
         return held, fraction * cheap, peak * (kept - held)
     fraction = (kept_op - held) / (kept_op - message)
     return held, cheap + fraction * (everything - cheap), peak * (kept - held)
+
+
+def _forward_workspace(ops: Sequence[Op], pricing: Pricing, checkpointing: Checkpointing) -> float:
+    """Bytes that F of a checkpointed layer makes and does not keep: for attention or the MLP, whichever makes more.
+
+    Each ends with a residual, and has all that it makes until then; a norm's copies are freed before. Counted operators
+    are not divided so.
+    """
+    mode = _mode(pricing, checkpointing)
+    if mode == "none" or not any(op.name == "residual" for op in ops):
+        return 0.0
+    budget = checkpointing.budget or 0.0 if mode == "budget" else 0.0
+    made = held = largest = 0.0
+    for op in ops:
+        if op.name == "residual":
+            made = held = 0.0
+        elif op.name != "norm":
+            made += op.kept[pricing.compile]
+            held += op.kept_op
+            largest = max(largest, made - held if mode == "op" else (1 - budget) * made)
+    return largest
+
+
+def _mode(pricing: Pricing, checkpointing: Checkpointing) -> str:
+    """The mode that runs: a budget needs the compiler."""
+    return "op" if checkpointing.mode == "budget" and not pricing.compile else checkpointing.mode
 
 
 def _last(ops: Sequence[Op]) -> Op:

@@ -184,8 +184,11 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int, has_activ
     column = run.resident_costs.column("weights", num_stages)
     constant = sum(column[stage] for stage in run.timeline.schedule.placement.stages_of(rank))
     levels, resident_levels = (_levels(timeline, rank) for timeline in (run.timeline, run.pipeline))
-    sizes = levels if has_activations else [one - other for one, other in zip(levels, resident_levels, strict=True)]
-    at = sizes.index(max(sizes))
+    if has_activations:
+        at = levels.index(max(levels))
+    else:  # where weights and gradients are largest
+        sizes = [one - other for one, other in zip(levels, resident_levels, strict=True)]
+        at = max(range(len(sizes)), key=lambda index: (sizes[index], index))
     peak = levels[at]
     step = [packed.row(rank)[at]]
     if is_joined(step[0]):  # an Overlap is at its peak as a whole
@@ -193,9 +196,10 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int, has_activ
         step.append(packed.row(rank)[at])
     sliced = SliceCosts.of(run.timeline.schedule, run.resident_costs)
     workspace = sum(_workspace(sliced, code) for code in step)
-    activations = resident_levels[at] - constant - workspace
+    missing = _missing_gradients(run, rank, at)
+    activations = resident_levels[at] - (constant - missing) - workspace
     optimizer = state.optimizer_bytes(held, shards)
-    gradients = state.sum_bytes(held, shards)
+    gradients = state.sum_bytes(held, shards) - missing
     if shards.rest > 1:
         gradients += _full_gradients(run, rank, at)
     if run.costs is not None:
@@ -219,6 +223,27 @@ def _levels(timeline: Timeline, rank: int) -> list[float]:
     assert timeline.memory is not None
     begin, end = timeline.schedule.packed.offsets[rank : rank + 2]
     return list(memoryview(timeline.memory.during).cast("d")[begin:end])
+
+
+def _missing_gradients(run: Simulation, rank: int, at: int) -> float:
+    """Bytes of unsharded gradients that are not there at the peak of action `at` of a rank, the last one of its step.
+
+    The first B or W of a stage is at its peak when it ends, with all gradients, or before it has any, if it frees more.
+    """
+    schedule, costs, num_stages = run.timeline.schedule, run.resident_costs, len(run.stages)
+    row, sliced = schedule.packed.row(rank), SliceCosts.of(schedule, costs)
+    size = costs.column("first_gradients", num_stages)
+    begin = at - (at > 0 and is_joined(row[at - 1]))
+    begun = {stage_of(code) for code in row[:begin] if kind_of(code) in (B, W)}
+    first = [code for code in row[begin : at + 1] if kind_of(code) in (B, W) and stage_of(code) not in begun]
+    released, stash = sliced.memory()[1], sliced.rows("stash")
+    freed = 0.0
+    for code in first:
+        index = microbatch_of(code) % len(sliced.shares) * num_stages + stage_of(code)
+        freed += released[index] if kind_of(code) == B else stash[index] / schedule.problem.num_weight_parts
+    if sum(size[stage] for stage in set(map(stage_of, first))) > freed:
+        begun.update(map(stage_of, first))
+    return sum(size[stage] for stage in set(schedule.placement.stages_of(rank)) - begun)
 
 
 def _full_gradients(run: Simulation, rank: int, at: int) -> float:

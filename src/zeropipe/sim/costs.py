@@ -189,6 +189,9 @@ class Costs:
         "the forward did not keep.",
     )  # fmt: skip
     weights: PerStage = _field("per stage", 0.0, "Constant memory: parameters, gradients, optimizer.")
+    first_gradients: PerStage = _field(
+        "per stage", 0.0, "The part of weights that the first B or W of a stage allocates: gradients."
+    )
     shards: str | None = _field(
         "choice", None, "Stages are sharded; weights are gathered once per step (keep) or for every microbatch.",
         choices=("keep", "regather"),

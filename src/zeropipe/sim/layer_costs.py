@@ -424,6 +424,9 @@ class LayerCosts:
         state = self.state_of(chosen.tp)
         resident = state.resident if gather is None else state.resident_shards
         weights = [resident(numbers, sizes) for numbers in split]
+        first = [0.0] * len(stages)
+        if shards == 1:  # sharded gradients are simulated, and the shards of their sums small
+            first = [state.sum_bytes(numbers, sizes) for numbers in self._without_head(split, chosen)]
         forward, backward = self._message_overheads(range(len(stages)) if placement is None else placement.copies[0])
         blocks = [[chosen.kinds[kind].held for kind, n in stage if n is not None] for stage in self.stage_kinds(counts)]
         if sizes.experts == 1:  # experts are not sharded: they are resident
@@ -448,7 +451,7 @@ class LayerCosts:
             w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.full_backward, backward),
             activation=_sums(stages, lambda layer: layer.activation), stash=_sums(stages, lambda layer: layer.stash),
             f_workspace=workspaces[0], workspace=workspaces[1], i_workspace=workspaces[2],
-            message=self.message_bytes(chosen), weights=weights,
+            message=self.message_bytes(chosen), weights=weights, first_gradients=first,
             p2p=self.link.p2p or 0.0, bandwidth=self.link.bandwidth, node_size=node_size,
             inter_node=SAME_LINK if node_size is None else self.inter_node,
             memory_limit=memory_limit, unit="s", memory_unit="B", **more,
@@ -481,6 +484,13 @@ class LayerCosts:
             "f_attention": _sums(stages, lambda layer: layer.f_attention),
             "i_attention": _sums(stages, lambda layer: layer.i_attention),
         }
+
+    def _without_head(self, split: list[Held], setting: Setting) -> list[Held]:
+        """The parameters of stages whose gradients the first B or W allocates: F allocates those of some heads."""
+        if self.after != self.after_full:
+            return split
+        in_forward = sum(setting.kinds[kind].num_trained for kind in self.after)
+        return [*split[:-1], split[-1]._replace(trained=max(0, split[-1].trained - in_forward))]
 
     def _message_overheads(self, ranks: Sequence[int]) -> tuple[list[float], list[float]]:
         """The time that messages add to the forward and to the backward of each stage, by the ranks of the stages."""

@@ -28,7 +28,7 @@ from zeropipe.sim.tables import (
     build_cost_tables,
     build_offload_tables,
     build_shard_tables,
-    constant_memory,
+    first_memory,
     phase_saving,
 )  # fmt: skip
 
@@ -42,7 +42,7 @@ class Results(NamedTuple):
 
 
 class RankState(NamedTuple):
-    """The state of each rank."""
+    """The state of each rank. A slot is a stage, or its second copy."""
 
     position: Ints  # the index of its next action
     clock: Floats  # the end of its last action, and of its blocking send
@@ -50,13 +50,14 @@ class RankState(NamedTuple):
     first_nonblocking: Ints
     last_nonblocking: Ints
     stack: Ints  # ranks that can run
+    has_gradients: Ints  # by slot: whether its first B or W has begun
 
 
 class ShardState(NamedTuple):
     """Gathers and reductions under way.
 
-    A slot is a stage, or its second copy. The slots of a rank whose gradients are in memory form a linked list, from
-    `first_reducing` over `next_reducing` to `last_reducing`.
+    The slots of a rank whose gradients are in memory form a linked list, from `first_reducing` over `next_reducing` to
+    `last_reducing`.
     """
 
     num_slots: int  # 0 if stages are not sharded
@@ -113,8 +114,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     first, last = find_nonblocking_actions(xp, deps, costs.blocking, costs.blocking_ends)
     ranks = RankState(
         position=xp.list_ints(rows.offsets[:-1]), clock=xp.full_floats(num_ranks),
-        memory=xp.list_floats(constant_memory(schedule, costs)), first_nonblocking=first, last_nonblocking=last,
-        stack=xp.full_ints(num_ranks),
+        memory=xp.list_floats(first_memory(schedule, costs)), first_nonblocking=first, last_nonblocking=last,
+        stack=xp.full_ints(num_ranks), has_gradients=xp.full_ints(2 * schedule.num_stages),
     )  # fmt: skip
     shard_state = _create_shard_state(xp, num_ranks, 2 * schedule.num_stages if costs.shards else 0)
     offload_state = _create_offload_state(xp, schedule, rows)
@@ -268,15 +269,25 @@ def simulate_kernel(
                 finish = max(finish, gathered + max(duration, 0.0) / shards.units)
             now = finish
             needed_memory = memory
+            allocated = 0.0  # gradients of stages that have none yet
+            freed = 0.0  # by the same actions meanwhile
             for half in range(at, last + 1):
                 row = _row_of(codes[half], costs)
                 kind = kind_of(codes[half])
                 if kind == F:
                     needed_memory += costs.f_workspace[row]
-                elif kind == B:
-                    needed_memory += costs.workspace[row]
                 elif kind == I:
                     needed_memory += costs.i_workspace[row]
+                else:
+                    if kind == B:
+                        needed_memory += costs.workspace[row]
+                    slot = _slot_of(stage_of(codes[half]), rank, costs)
+                    if ranks.has_gradients[slot] == 0:
+                        ranks.has_gradients[slot] = 1
+                        allocated += costs.first_gradients[stage_of(codes[half])]
+                        freed += released[row] if kind == B else stash[row] / num_weight_parts
+            needed_memory += max(allocated - freed, 0.0)
+            memory += allocated
             for half in range(at, last + 1):
                 start[half] = begin
                 end[half] = finish
@@ -333,6 +344,11 @@ def _row_of(code: int, costs: CostTables) -> int:
     return row
 
 
+def _slot_of(stage: int, rank: int, costs: CostTables) -> int:
+    """The slot of a rank's copy of a stage."""
+    return stage if costs.first_rank[stage] == rank else costs.num_stages + stage
+
+
 def _run_sharding_action(
     at: int, rank: int, now: float, memory: float, codes: Ints, costs: CostTables, shards: ShardTables, state:
     ShardState, columns: Columns,
@@ -340,7 +356,7 @@ def _run_sharding_action(
     """Run an UNSHARD, RESHARD or REDUCE_GRAD on the rank's link, beside its computations; returns its memory level."""
     kind = kind_of(codes[at])
     stage = stage_of(codes[at])
-    slot = stage if shards.first_rank[stage] == rank else costs.num_stages + stage
+    slot = _slot_of(stage, rank, costs)
     units = shards.units
     begin = now
     finish = now
@@ -464,7 +480,7 @@ def _use_sharded_stages(
     gathered = 0.0
     for half in range(at, last + 1):
         stage = stage_of(codes[half])
-        slot = stage if shards.first_rank[stage] == rank else costs.num_stages + stage
+        slot = _slot_of(stage, rank, costs)
         if kind_of(codes[half]) != W:
             begin = max(begin, state.first_unit[slot])
             gathered = max(gathered, state.last_unit[slot])
@@ -477,7 +493,7 @@ def _use_sharded_stages(
         state.pending[rank] = 0.0
     for half in range(at, last + 1):
         stage = stage_of(codes[half])
-        slot = stage if shards.first_rank[stage] == rank else costs.num_stages + stage
+        slot = _slot_of(stage, rank, costs)
         if kind_of(codes[half]) in (B, W) and state.has_gradients[slot] == 0:
             state.has_gradients[slot] = 1
             is_unit = shards.limit == 0 and _rolls_inside(half, codes, shards)

@@ -14,6 +14,7 @@ from zeropipe.core.overlap import saved_time
 from zeropipe.core.packed import kind_of, stage_of
 from zeropipe.core.phases import StagePhases
 from zeropipe.core.schedule import Schedule
+from zeropipe.errors import ConfigError
 from zeropipe.sim.costs import OFFLOAD_COLUMNS, SHARD_COLUMNS, WORKSPACES, Costs
 from zeropipe.sim.slice_costs import SliceCosts
 
@@ -46,6 +47,8 @@ class CostTables(NamedTuple):
     num_rows: int
     checkpointed: Ints  # by stage and microbatch, whether its F is checkpointed; empty if none is
     num_microbatches: int
+    first_gradients: Floats  # by stage: that its first B or W allocates
+    first_rank: Ints  # by stage: the rank of its first copy
     num_stages: int
     num_slices: int
     num_weight_parts: int
@@ -63,7 +66,6 @@ class ShardTables(NamedTuple):
     rolling: Floats  # the same while a B or W runs that is followed by a reduce; with rolling gradients
     limit: int  # stages of a rank with whole gradients between actions; -1 for any number
     regathers: int  # whether weights are gathered for every microbatch
-    first_rank: Ints  # the rank of the stage's first copy
     units: int
 
 
@@ -101,6 +103,8 @@ def build_cost_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> CostTable
         key_gradients=xp.list_floats(key_gradients), stash=xp.list_floats(stash),
         f_workspace=xp.list_floats(f_workspace), workspace=xp.list_floats(workspace),
         i_workspace=xp.list_floats(i_workspace), num_rows=len(f), checkpointed=_list_marks(xp, schedule),
+        first_gradients=xp.list_floats(costs.column("first_gradients", num_stages)),
+        first_rank=xp.list_ints(schedule.placement.copies[0]),
         num_microbatches=schedule.problem.total_slices, num_stages=num_stages, num_slices=schedule.num_slices,
         num_weight_parts=num_weight_parts, second_from=schedule.second_slice_from,
     )  # fmt: skip
@@ -146,8 +150,7 @@ def build_shard_tables(xp: Arrays, schedule: Schedule, costs: Costs) -> ShardTab
         gathered=xp.list_floats(gathered if regathers else weights),
         started=xp.list_floats(started if regathers else weights),
         gradients=xp.list_floats(gradients), rolling=xp.list_floats(rolling), limit=-1 if limit is None else limit,
-        regathers=int(regathers), first_rank=xp.list_ints(schedule.placement.copies[0]),
-        units=costs.units,
+        regathers=int(regathers), units=costs.units,
     )  # fmt: skip
 
 
@@ -166,10 +169,26 @@ def phase_saving(costs: CostTables, code: int, other: int) -> float:
 
 def constant_memory(schedule: Schedule, costs: Costs) -> list[float]:
     """Weights, gradients and optimizer state of each rank."""
+    return _rank_sums(schedule, costs.column("weights", schedule.num_stages))
+
+
+def first_memory(schedule: Schedule, costs: Costs) -> list[float]:
+    """The same before any gradients are there."""
+    weights, gradients = (costs.column(name, schedule.num_stages) for name in ("weights", "first_gradients"))
+    for stage, (whole, part) in enumerate(zip(weights, gradients, strict=True)):
+        if part > whole:
+            raise ConfigError(
+                f"first_gradients={part:g} of stage {stage} are part of its weights={whole:g}: must be at most these"
+            )
+    return _rank_sums(schedule, [whole - part for whole, part in zip(weights, gradients, strict=True)])
+
+
+def _rank_sums(schedule: Schedule, sizes: Sequence[float]) -> list[float]:
+    """The sizes of the stages that each rank holds, added up."""
     levels = [0.0] * schedule.num_ranks
-    for weight, ranks in zip(costs.column("weights", schedule.num_stages), zip(*schedule.placement.copies)):
+    for size, ranks in zip(sizes, zip(*schedule.placement.copies)):
         for rank in set(ranks):  # a rank with both copies of a stage has its weights once
-            levels[rank] += weight
+            levels[rank] += size
     return levels
 
 

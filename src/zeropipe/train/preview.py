@@ -16,13 +16,15 @@ from zeropipe.core.resize import resize
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.units import count_text
 from zeropipe.errors import ConfigError, MissingExtra
-from zeropipe.estimating.estimate import estimate
+from zeropipe.estimating.adapters import count_adapters
+from zeropipe.estimating.estimate import can_estimate_adapters, estimate
+from zeropipe.estimating.operators import Sizes
 from zeropipe.planning.context import PlanContext
 from zeropipe.planning.score import Simulation, attribute_memory, compute_mfu, create_row, simulate_candidate
 from zeropipe.sim.layer_costs import LayerCosts
 from zeropipe.train.compiling import explain_uncompiled, is_compiled, predicted_device
 from zeropipe.train.config.file_rules import has_weights
-from zeropipe.train.config.tables import RunConfig
+from zeropipe.train.config.tables import LoraTable, RunConfig
 from zeropipe.train.inputs import (
     choose_layers,
     count_layers,
@@ -170,16 +172,24 @@ def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | Non
         notes.append(f"parameters are not known: {error}")
         return None, False
     if config.lora is not None and shapes.lora_rank is None:
-        shapes = _freeze(shapes)
+        shapes = _add_adapters(config, shapes, config.lora)
     return replace(shapes, state=state_bytes(config)), False
 
 
-def _freeze(costs: LayerCosts) -> LayerCosts:
-    """The costs without anything trained: the state of an adapter of unknown size is small."""
+def _add_adapters(config: RunConfig, costs: LayerCosts, table: LoraTable) -> LayerCosts:
+    """The costs of a frozen model with the parameters of its adapters, without any where these are not known: few."""
+    model, names = open_shapes(config), table.target_modules
+    numbers: dict[str, int] = {}
+    if table.adapter is None and can_estimate_adapters(model) and (names == "all-linear" or not isinstance(names, str)):
+        kinds = model.layer_operators(Sizes(1, 1, 1, config.mesh.tp))
+        targets = None if isinstance(names, str) else names
+        numbers = {kind: count_adapters(kinds[kind], table.rank, targets) for kind in model.layers}
     settings = [
-        replace(setting, kinds={name: replace(kind, trained=0) for name, kind in setting.kinds.items()})
-        for setting in costs.settings
-    ]
+        replace(setting, kinds={
+            name: replace(kind, parameters=kind.parameters + numbers.get(name, 0), trained=numbers.get(name, 0))
+            for name, kind in setting.kinds.items()
+        }) for setting in costs.settings
+    ]  # fmt: skip
     return replace(costs, settings=tuple(settings))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import weakref
 
 import pytest
 import torch
@@ -55,6 +56,30 @@ def deferred(plain):
     module = copy.deepcopy(plain)
     defer(module)
     return module
+
+
+def test_i_frees_the_hooks_on_saved_tensors():
+    """Those of checkpointing hold the input of a block and the results that it keeps."""
+
+    class Hooks:
+        def pack(self, tensor):
+            return tensor
+
+        def unpack(self, tensor):
+            return tensor
+
+    module, hooks = deferred(mlp()), Hooks()
+    with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+        y = module(torch.ones(2, 5, dtype=torch.float64))
+    alive = weakref.ref(hooks)
+    del hooks
+    with WeightStore().collect(0, 0):
+        y.sum().backward(retain_graph=True)
+    assert alive() is not None
+    with WeightStore().collect(0, 0):
+        y.sum().backward()
+    assert alive() is None
+    assert y.grad_fn is not None  # which has the graph
 
 
 def test_w_in_any_order_and_b_mixed_in():

@@ -28,6 +28,7 @@ const GROUPS = [
     ["workspace", "While a full backward runs", {}],
     ["i_workspace", "While an input gradient runs", { hint: "the same" }],
     ["weights", "Weights, gradients, optimizer", {}],
+    ["first_gradients", "Part that the first B or W allocates", {}],
     ["memory_limit", "Limit per rank", { hint: "none" }],
     ["memory_unit", "Unit of memory", { choices: [["", "abstract"], ["B", "bytes"]] }],
   ]],

@@ -85,7 +85,10 @@ def save(ctx: Any, *tensors: Tensor) -> None:
 
 
 def saved(ctx: Any) -> Sequence[Tensor]:
-    """The tensors of `save`; what was packed is released, unless the caller keeps the graph."""
+    """The tensors of `save`; what was packed is released, unless the caller keeps the graph.
+
+    So are the hooks, which hold the inputs of a checkpointed block and the results that it keeps.
+    """
     if ctx.packed is None:
         try:
             return ctx.saved_tensors
@@ -93,10 +96,10 @@ def saved(ctx: Any) -> Sequence[Tensor]:
             if is_modified(error):
                 raise ProductError(ctx.parameter) from None
             raise
-    packed = ctx.packed
+    packed, unpack = ctx.packed, ctx.unpack
     if not torch._C._autograd._get_current_graph_task_keep_graph():
-        ctx.packed = ()
-    tensors = [ctx.unpack(item) for item in packed]
+        ctx.packed, ctx.unpack = (), None
+    tensors = [unpack(item) for item in packed]
     needed = zip(tensors, ctx.needs_input_grad)  # inputs are saved in their order
     if torch.is_grad_enabled() and any(need and not tensor.requires_grad for tensor, need in needed):
         raise EngineError(  # checkpointing unpacks tensors without their history, so the result would have none either
