@@ -17,6 +17,10 @@ ODD = 'my "own" \N{ROCKET}\x7f.json'
 QWEN3 = CONFIGS_BY_SHAPE["qwen3-0.6b"]
 PROFILE = replace(zp.estimate(QWEN3, ac=["none", "full"]), model="tiny-qwen3", source="profile", layers=("dense",) * 4)
 COSTS = json.loads(to_layer_json(PROFILE))
+TINY = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 400}  # fmt: skip
+LITTLE_MEMORY = {"model": "tiny.json", "file": json.dumps(TINY), "gpus": 2, "batch": 8, "sequence": 512, "pp": 2,
+                 "tp": 1, "ac": "none", "memory": 0.01, "reserve": 0}  # fmt: skip
 SMALL = {"model": "qwen3-0.6b", "gpus": 4, "batch": 16, "sequence": 2048, "gpu": "h100"}
 
 
@@ -67,6 +71,30 @@ def test_a_row_is_shown_as_it_was_planned_with_the_file_that_the_command_writes(
     write_run(made, made.best, str(tmp_path / "run.toml"), own.get("model", SMALL["model"]), "h100")
     assert answer["run"] == (tmp_path / "run.toml").read_text()
     assert tomllib.loads(answer["run"])["model"]["path"] == own.get("model", SMALL["model"])
+
+
+def test_a_row_with_copies_to_the_host_has_its_schedule_as_a_file():
+    """The memory is so small that the fastest rows copy activations; without a bandwidth to the host none does."""
+    status, answer = ask("plan", LITTLE_MEMORY)
+    assert status == 200
+    best = answer["rows"][0]
+    assert best["offload"]
+    assert best["host_memory"] > 0
+    names = plan_calls.RowRequest.model_fields.keys() - {"plan"}
+    status, shown = ask("plan/row", {"plan": LITTLE_MEMORY, **{name: best[name] for name in names}})
+    assert status == 200
+    [timeline] = shown["viewer"]["timelines"]
+    assert timeline["makespan"] == pytest.approx(best["makespan"])
+    schedule = zp.from_json(shown["schedule"])
+    assert "OFFLOAD" in zp.to_csv(schedule)
+    assert tomllib.loads(shown["run"])["schedule"]["name"] == "run.schedule.json"
+    costs = zp.estimate(TINY, sequence=512, ac="none", microbatch_size=best["microbatch_size"])
+    machine = {name: value for name, value in costs.machine.items() if name != "host_bandwidth"}
+    for changed, has_copies in ((costs, True), (replace(costs, machine=machine), False)):
+        asked = {name: LITTLE_MEMORY[name] for name in ("gpus", "batch", "pp", "tp", "memory", "reserve")}
+        status, answer = ask("plan", {**asked, "model": "costs.json", "file": to_layer_json(changed)})
+        assert status == 200
+        assert any(row["offload"] for row in answer["rows"]) == has_copies
 
 
 def test_costs_are_planned_as_the_command_plans_them(run, tmp_path, monkeypatch):

@@ -125,6 +125,38 @@ def test_an_own_file_is_dropped_planned_saved_as_a_run_and_kept_by_the_link_or_t
     page.wait_for_selector("#error-model:has-text('this link does not carry mine.json')")
 
 
+def test_a_plan_with_copies_to_the_host_is_shown_and_saved_with_its_schedule(visit):
+    """Of rows without copies the schedule has a name, and there is nothing more to save."""
+    page = visit("plan?gpus=2&batch=8&sequence=512&pp=2&tp=1&ac=none&memory=0.01&reserve=0", wait=".own")
+    tiny = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 400}  # fmt: skip
+    drop(page, "tiny.json", json.dumps(tiny))
+    page.wait_for_selector("#own-note:has-text('qwen3, 4 layers.')")
+    page.click("#form button[type=submit]")
+    page.wait_for_selector("#save-run:enabled")
+    page.wait_for_selector(SHOWN)
+    assert page.inner_text("#row-of").endswith("with copies to the host")
+    assert "offload" in page.inner_text("#rows tbody tr:first-child")
+    assert "Save it beside tiny.json and run.schedule.json." in page.inner_text(".run-file .note")
+    saved = {}
+    for name in ("save-run", "save-schedule"):
+        with page.expect_download() as download:
+            page.click(f"#{name}")
+        saved[download.value.suggested_filename] = Path(download.value.path()).read_text()
+    assert saved.keys() == {"run.toml", "run.schedule.json"}
+    assert 'name = "run.schedule.json"' in saved["run.toml"]
+    made = zp.plan(
+        tiny, gpus=2, batch=8, sequence=512, pp=2, tp=1, ac="none", memory=1e7, reserve=0,
+        search_seconds=0, max_candidates=40, workers=1,
+    )  # fmt: skip
+    assert zp.from_json(saved["run.schedule.json"]) == made.best.schedule
+    page.fill("#in-memory", "80")
+    page.click("#form button[type=submit]")
+    page.wait_for_selector("#row-of:not(:has-text('copies'))")
+    page.wait_for_selector("#save-run:enabled")
+    assert not page.is_visible("#save-schedule")
+
+
 def test_what_does_not_fit_is_shown_with_links_to_plans_that_fit(visit):
     page = visit("plan?model=llama-3-70b&gpus=8&batch=16&sequence=1024&pp=8&tp=1&ac=full&reserve=5", wait="#closest li")
     made = zp.plan(

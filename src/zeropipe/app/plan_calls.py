@@ -101,6 +101,7 @@ class RowRequest(StrictModel):
     shards: Literal["keep", "regather"] = "keep"
     gradients: str = "whole"
     slices: PositiveInt = 1
+    offload: bool = False
     layers: Annotated[list[int], Field(min_length=1, max_length=4096)]
 
 
@@ -155,7 +156,7 @@ def plan_call(request: PlanRequest, max_candidates: int, max_dots: int) -> tuple
             source, gpus=request.gpus, gpus_per_node=request.gpus_per_node, batch=request.batch,
             sequence=request.sequence, gpu=request.gpu, memory=_given_memory(request, source), compile=request.compile,
             dtype=request.dtype, reserve=request.reserve * 1e9, lora=request.lora, pp=request.pp, tp=request.tp,
-            ac=request.ac, offload=False, search_seconds=0, max_candidates=max_candidates, workers=2,
+            ac=request.ac, search_seconds=0, max_candidates=max_candidates, workers=2,
         )  # fmt: skip
         num_parameters = source.num_parameters if isinstance(source, LayerCosts) else source.num_parameters()[0]
     except ConfigError as error:
@@ -214,6 +215,8 @@ def count_row_actions(request: RowRequest) -> int:
         entry = find(request.schedule)
         slices = request.microbatches * request.slices
         count = num_actions(entry.splits_backward, request.pp, slices, request.stages_per_rank)
+        if request.offload:  # an OFFLOAD and a RELOAD of each F
+            count += num_actions(False, request.pp, slices, request.stages_per_rank)
         PAGE.require_ranks(request.pp)
         PAGE.require_actions(count, entry.name)
     except ConfigError as error:
@@ -222,7 +225,10 @@ def count_row_actions(request: RowRequest) -> int:
 
 
 def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
-    """Return the viewer's data of a row's pipeline, and its training file. `costs` are the plan's, if cached."""
+    """Return the viewer's data of a row's pipeline, and its training file. `costs` are the plan's, if cached.
+
+    A schedule that has no name, with copies to the host, is a file beside it.
+    """
     planned = request.plan
     try:
         source = _open(planned)
@@ -245,6 +251,7 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
             ),
             request.schedule, request.stages_per_rank, request.microbatches, request.microbatch_size, request.ac,
             request.cut, request.shards, request.gradients, slices=request.slices,
+            offload=request.offload,
         )  # fmt: skip
         schedule = candidate.build_schedule()
         run = simulate_candidate(context, candidate, schedule, request.layers)
@@ -255,6 +262,7 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
     return Reply(encode_json({
         "viewer": payload([run.timeline.with_label(schedule.name)]),
         "run": format_run(single, row, schedule_table(row), *names),
+        "schedule": None if row.own_schedule is None else to_json(row.own_schedule),
     }))  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from zeropipe.planning.rows import PlanRow
 DTYPES = {"bf16": "bfloat16", "float16": "bfloat16", "float32": "float32"}  # training in float16 is not supported
 GPUS_PER_NODE = 8  # a training file's default
 STEPS = 100
+SCHEDULE_FILE = "run.schedule.json"  # beside run.toml, of a schedule without a name
 WEIGHTS = "--model.path DIRECTORY, or --model.weights random,"
 DATA = "--data.path FILES, or random tokens are used"
 
@@ -28,23 +29,26 @@ def write_run(plan: Plan, row: PlanRow, path: str, model: str, costs: str | None
 
     `costs` is the source of the plan's costs: a file, or the name of a GPU.
     """
-    schedule, written = schedule_table(row), [path]
+    file, written = Path(path).with_suffix(".schedule.json"), [path]
     if row.own_schedule is not None:
-        file = Path(path).with_suffix(".schedule.json")
         require_writable(path)
         write_whole(file, to_json(row.own_schedule))
-        schedule = {"name": file.name}
         written.append(str(file))
     text = format_run(
-        plan, row, schedule, _relative_to(path, model), None if costs is None else _relative_to(path, costs),
-        missing=list_missing(model),
+        plan, row, schedule_table(row, file.name), _relative_to(path, model),
+        None if costs is None else _relative_to(path, costs), missing=list_missing(model),
     )  # fmt: skip
     write_whole(path, text)
     return written
 
 
-def schedule_table(row: PlanRow) -> dict[str, Any]:
-    """A registered schedule in a training file. One stage per rank is written too: it is not every default."""
+def schedule_table(row: PlanRow, file: str = SCHEDULE_FILE) -> dict[str, Any]:
+    """A schedule in a training file; `file` is that of one without a name.
+
+    One stage per rank of a registered schedule is written too: it is not every default.
+    """
+    if row.own_schedule is not None:
+        return {"name": file}
     return {"name": row.candidate.schedule, "stages_per_rank": row.candidate.stages_per_rank}
 
 

@@ -17,8 +17,8 @@ const NUMBERS = {
 };
 const CHOICES = { ac: ["", "none", "selective:op", "full"], dtype: ["", "float16", "float32"] }; // "": the server's default
 const MEMORY = ["weights", "gradients", "optimizer", "activations", "workspace"];
-const PARTS = { work: "work", recompute: "recomputation", imbalance: "idle: imbalance", schedule: "idle: schedule", data: "gathers, reduces", optimizer: "optimizer" };
-const ROW_FIELDS = ["pp", "dp_shard", "tp", "ep", "cp", "shard_cp", "sequence_parallel", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "cut", "shards", "gradients", "slices", "layers"];
+const PARTS = { work: "work", recompute: "recomputation", exchange: "exchanges of experts", parts: "exchanges of attention", imbalance: "idle: imbalance", schedule: "idle: schedule", data: "gathers, reduces", optimizer: "optimizer" };
+const ROW_FIELDS = ["pp", "dp_shard", "tp", "ep", "cp", "shard_cp", "sequence_parallel", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "cut", "shards", "gradients", "slices", "offload", "layers"];
 const NUM_VISIBLE_ROWS = 10;
 const state = Object.fromEntries(new URLSearchParams(location.search));
 const planCall = new LatestCall("/api/plan");
@@ -217,9 +217,15 @@ function showClosest({ row, ways_out: ways }) {
     links.length ? h("p", {}, "It fits with") : h("p", {}, "No change that was tried fits: more GPUs, shorter sequences."), h("ul", {}, ...links));
 }
 
-const layout = (row) => `${row.pp} × ${row.dp_shard} × ${row.tp}${row.sequence_parallel ? " sp" : ""}${row.ep > 1 ? ` ep${row.ep}` : ""}`;
-const title = (row) =>
-  `${row.schedule}, pp ${row.pp} × dp ${row.dp_shard} × tp ${row.tp}${row.sequence_parallel ? " with sequence parallelism" : ""}${row.ep > 1 ? ` with ep ${row.ep}` : ""}`;
+/** What a row has beside its mesh: parts of sequences, experts, slices, copies to the host. */
+const extras = (row) => [row.sequence_parallel && "sp", row.cp > 1 && `cp${row.cp}`, row.cp_exchange && row.cp_exchange !== "heads" && row.cp_exchange,
+  row.ep > 1 && `ep${row.ep}`, row.slices > 1 && `${row.slices} slices`, row.offload && "offload"].filter(Boolean);
+const layout = (row) => [`${row.pp} × ${row.dp_shard} × ${row.tp}`, ...extras(row)].join(" ");
+const words = { sp: "sequence parallelism", offload: "copies to the host" };
+const title = (row) => {
+  const more = extras(row).map((text) => words[text] ?? text.replace(/^(cp|ep)/, "$1 "));
+  return `${row.schedule}, pp ${row.pp} × dp ${row.dp_shard} × tp ${row.tp}${more.length ? ` with ${more.join(", ")}` : ""}`;
+};
 
 function showTable(answer) {
   const heads = [["", "text"], ["Schedule", "text"], ["pp × dp × tp", "text rare"], ["Microbatches", "rare"], ["Checkpointing", "text rare"], ["Step", ""],
@@ -270,7 +276,7 @@ async function selectRow(row) {
     const answer = await rowCall.send({ plan: page.request, ...Object.fromEntries(ROW_FIELDS.map((name) => [name, row[name]])) });
     if (!answer) return;
     showMessage($("error-page"), "");
-    page.runFile.show(answer.run, page.request.file === undefined ? "" : page.request.model);
+    page.runFile.show(answer.run, answer.schedule, page.request.file === undefined ? "" : page.request.model);
     if (page.viewer) await page.viewer.update(answer.viewer);
     else page.viewer = mountViewer($("viewer"), answer.viewer, { summary: false });
   } catch (error) {
