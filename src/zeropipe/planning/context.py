@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import isfinite
+from typing import Any
 
 from zeropipe.core.placement import Placement
 from zeropipe.core.schedule import Schedule
@@ -26,6 +27,7 @@ class PlanContext:
     memory_limit: float  # bytes of a GPU that may be used
     optimizer_bandwidth: float | None  # bytes/s of the GPU's memory; None: the optimizer's time is not counted
     shard_modes: tuple[str, ...] = ("keep",)  # how sharded weights are gathered: the next one where one does not fit
+    _settings: dict[tuple[Any, ...], Setting] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def create(
@@ -41,15 +43,20 @@ class PlanContext:
 
     def for_schedule(self, schedule: Schedule) -> PlanContext:
         """The context with the costs in `schedule`."""
-        return replace(self, costs=self.costs.for_schedule(schedule))
+        costs = self.costs.for_schedule(schedule)
+        return self if costs is self.costs else replace(self, costs=costs)
 
     def setting(self, run: Candidate | Run) -> Setting:
         """The setting of the layers, with seconds of exchanges; ConfigError if the costs do not have it."""
-        found = self.costs.setting(
-            ac=run.ac, microbatch_size=run.microbatch_size, tp=run.layout.tp,
-            sequence_parallel=run.layout.sequence_parallel, ep=run.layout.ep, cp=run.layout.cp,
-        )  # fmt: skip
-        return self.costs.price_exchanges(found, self.gpus_per_node)
+        layout = run.layout
+        key = (run.ac, run.microbatch_size, layout.tp, layout.sequence_parallel, layout.ep, layout.cp)
+        if key not in self._settings:
+            found = self.costs.setting(
+                ac=run.ac, microbatch_size=run.microbatch_size, tp=layout.tp,
+                sequence_parallel=layout.sequence_parallel, ep=layout.ep, cp=layout.cp,
+            )  # fmt: skip
+            self._settings[key] = self.costs.price_exchanges(found, self.gpus_per_node)
+        return self._settings[key]
 
     def decoder_layers(self, run: Candidate | Run) -> list[LayerCost]:
         """The costs of each decoder layer."""
