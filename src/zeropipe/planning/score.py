@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zeropipe.core.action import B, F, I, Kind, W
@@ -13,12 +13,13 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.planning.context import PlanContext
 from zeropipe.planning.rows import Candidate, PlanRow, RankMemory, StepSeconds
-from zeropipe.sim.costs import WORKSPACES, Costs
+from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import Held, LayerCost, Shards
 from zeropipe.sim.offload import with_offload
 from zeropipe.sim.simulate import simulate
 from zeropipe.sim.slice_costs import SliceCosts
 
+_WORKSPACES = {F: "f_workspace", B: "workspace", I: "i_workspace"}
 OPTIMIZER_TRAFFIC = 2.0  # bytes that an optimizer step moves per byte of a parameter's state: read and written
 
 
@@ -194,28 +195,44 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int, has_activ
     if is_joined(step[0]):  # an Overlap is at its peak as a whole
         at += 1
         step.append(packed.row(rank)[at])
-    sliced = SliceCosts.of(run.timeline.schedule, run.resident_costs)
-    workspace = sum(_workspace(sliced, code) for code in step)
     missing = _missing_gradients(run, rank, at)
-    activations = resident_levels[at] - (constant - missing) - workspace
+    activations, workspace = resident_levels[at] - (constant - missing), 0.0
+    for resident, own, grown in _workspaces(context, run, step):
+        activations += min(own, grown) - resident
+        workspace += max(0.0, own - grown)
     optimizer = state.optimizer_bytes(held, shards)
     gradients = state.sum_bytes(held, shards) - missing
     if shards.rest > 1:
         gradients += _full_gradients(run, rank, at)
-    if run.costs is not None:
-        gathering = SliceCosts.of(run.timeline.schedule, run.costs)
-        if sum(_workspace(gathering, code) for code in step) > workspace:
-            workspace = 0.0  # the peak is where a pass enters a block, whose message is among the weights
     weights = peak - activations - workspace - optimizer - gradients
     return RankMemory(weights, gradients, optimizer, activations, workspace)
 
 
-def _workspace(sliced: SliceCosts, code: int) -> float:
-    """The memory that an action needs while it runs, and neither before nor after."""
-    kind, row = kind_of(code), microbatch_of(code) % len(sliced.shares) * sliced.num_stages + stage_of(code)
-    columns = [sliced.rows(name) for name in (*WORKSPACES, "stash", "activation")]
-    forward, workspace, i_workspace, stash, activation = (float(column[row]) for column in columns)
-    return {F: forward, B: workspace, I: max(0.0, i_workspace - max(0.0, stash - activation))}.get(kind, 0.0)
+def _workspaces(context: PlanContext, run: Simulation, step: Sequence[int]) -> Iterator[tuple[float, float, float]]:
+    """For each action of a step: its workspace with full weights, as they are gathered, and what of it remains in I.
+
+    Where weights are gathered block by block, the second is the workspace at the peak, without weights.
+    """
+    candidate, schedule = run.candidate, run.timeline.schedule
+    resident = SliceCosts.of(schedule, run.resident_costs)
+    gathering = SliceCosts.of(schedule, run.costs or run.resident_costs)
+    peaks = None
+    if run.costs is not None and candidate.shards == "regather":
+        setting = context.setting(candidate)
+        peaks = context.for_schedule(schedule).costs.gathered_peaks(
+            run.counts, setting, candidate.ac, candidate.layout.num_shards, resident.shares
+        )
+    for code in step:
+        kind, stage, slice = kind_of(code), stage_of(code), microbatch_of(code) % len(resident.shares)
+        if kind == W:
+            yield 0.0, 0.0, 0.0
+            continue
+        row, name = slice * resident.num_stages + stage, _WORKSPACES[kind]
+        own = gathering.rows(name)[row]
+        if peaks is not None:
+            own -= resident.shares[slice] * getattr(peaks[stage], Kind(kind).name.lower()).weights
+        grown = max(0.0, resident.rows("stash")[row] - resident.rows("activation")[row]) if kind == I else 0.0
+        yield resident.rows(name)[row], own, grown
 
 
 def _levels(timeline: Timeline, rank: int) -> list[float]:

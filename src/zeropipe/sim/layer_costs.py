@@ -19,6 +19,7 @@ from zeropipe.core.placement import Placement, Problem
 from zeropipe.core.schedule import Schedule
 from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.sim.costs import SAME_LINK, Costs, Link
+from zeropipe.sim.gathered import GatheredPeaks, gathered_peaks
 from zeropipe.sim.phase_costs import exchange_times
 
 Source = Literal["estimate", "profile"]
@@ -428,9 +429,7 @@ class LayerCosts:
         if shards == 1:  # sharded gradients are simulated, and the shards of their sums small
             first = [state.sum_bytes(numbers, sizes) for numbers in self._without_head(split, chosen)]
         forward, backward = self._message_overheads(range(len(stages)) if placement is None else placement.copies[0])
-        blocks = [[chosen.kinds[kind].held for kind, n in stage if n is not None] for stage in self.stage_kinds(counts)]
-        if sizes.experts == 1:  # experts are not sharded: they are resident
-            blocks = [[one._replace(experts=0) for one in stage] for stage in blocks]
+        blocks = self._held_blocks(counts, chosen, sizes)
         more: dict[str, Any] = (
             {} if gather is None else self._sharding(split, blocks, gather, sizes, shard_link, gradients)
         )
@@ -444,8 +443,8 @@ class LayerCosts:
             stages = [[_slice_workspaces(layer, slice_shares) for layer in stage] for stage in stages]
         workspaces = _workspaces(stages)
         if gather == "regather":
-            messages = [max(map(self._full_bytes, stage), default=0.0) for stage in blocks]
-            workspaces = _gathering_workspaces(workspaces, stages, messages)
+            peaks = self.gathered_peaks(counts, chosen, ac, shards, slice_shares)
+            workspaces = [[getattr(stage, name).total for stage in peaks] for name in GatheredPeaks._fields]
         return Costs(
             f=_sums(stages, lambda layer: layer.f, forward), i=_sums(stages, lambda layer: layer.i, backward),
             w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.full_backward, backward),
@@ -456,6 +455,31 @@ class LayerCosts:
             inter_node=SAME_LINK if node_size is None else self.inter_node,
             memory_limit=memory_limit, unit="s", memory_unit="B", **more,
         )  # fmt: skip
+
+    def gathered_peaks(
+        self, counts: Sequence[int], setting: Setting, ac: str | None, shards: int, slice_shares: Sequence[float]
+    ) -> list[GatheredPeaks]:
+        """The peaks of each stage whose blocks are gathered one by one; a slice has its share of them."""
+        stages = self.stage_layers(counts, setting, ac)
+        if len(slice_shares) > 1:
+            stages = [[_slice_workspaces(layer, slice_shares) for layer in stage] for stage in stages]
+        blocks = self._held_blocks(counts, setting, Shards.of(shards, setting.ep))
+        return [
+            gathered_peaks(
+                layers, [index for index, (_, n) in enumerate(kinds) if n is not None],
+                max(map(self._full_bytes, own), default=0.0),
+            )
+            for layers, kinds, own in zip(stages, self.stage_kinds(counts), blocks, strict=True)
+        ]  # fmt: skip
+
+    def _held_blocks(self, counts: Sequence[int], setting: Setting, shards: Shards) -> list[list[Held]]:
+        """The parameters of the blocks of each stage that are sharded."""
+        blocks = [
+            [setting.kinds[kind].held for kind, n in stage if n is not None] for stage in self.stage_kinds(counts)
+        ]
+        if shards.experts == 1:  # experts are not sharded: they are resident
+            blocks = [[one._replace(experts=0) for one in stage] for stage in blocks]
+        return blocks
 
     @property
     def can_slice(self) -> bool:
@@ -544,7 +568,7 @@ class LayerCosts:
 
         A gather or reduction moves all but a rank's own shard. While a stage runs with "regather", it has what is
         outside of its `blocks`, one block, and the message of the next one; before that, the messages of what is
-        outside and of one block. The message of the block that a pass enters is workspace. While a B or W runs with
+        outside and of one block. More or less than that is workspace (`gathered_peaks`). While a B or W runs with
         rolling gradients, it has those of what is outside of the blocks, of one block, and of those being reduced.
         """
         state = self.state
@@ -634,15 +658,6 @@ def _slice_workspaces(layer: LayerCost, shares: Sequence[float]) -> LayerCost:
         layer, f_workspace=layer.f_workspace + keys + chunk,
         workspace=max(layer.workspace + keys, layer.attention_workspace + 2 * keys),
     )  # fmt: skip
-
-
-def _gathering_workspaces(
-    workspaces: Sequence[Sequence[float]], stages: Sequence[Sequence[LayerCost]], messages: Sequence[float]
-) -> list[list[float]]:
-    """The same, or the message of the block that a pass enters: before F has all of its activations."""
-    missing = [max((layer.activation for layer in stage), default=0.0) for stage in stages]
-    least = [[size - later for size, later in zip(messages, missing, strict=True)], messages, messages]
-    return [list(map(max, *both)) for both in zip(workspaces, least, strict=True)]
 
 
 def _forward_workspace(layers: Sequence[LayerCost]) -> float:
