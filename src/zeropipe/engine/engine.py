@@ -173,7 +173,10 @@ class Engine:
         for stage in self._infos.values():
             self._splitter.prepare(stage.number, stage.module)
             if stage.blocks is not None:
-                set_blocks(stage.blocks, stage.first_layer, compile=self.options.compile, ac=self.options.ac)
+                set_blocks(
+                    stage.blocks, stage.first_layer, compile=self.options.compile, ac=self.options.ac,
+                    by_schedule=bool(self.schedule.checkpointed),
+                )  # fmt: skip
             is_last = stage.number == self.schedule.num_stages - 1
             if self.options.fused_head and is_last and setup.find_part([stage.module]) is None:
                 self._fuse_head(stage.module)

@@ -28,7 +28,7 @@ class Options:
     """The options of an Engine. They must be the same on every rank, which is checked at set-up.
 
     `compile`: compile each block as one graph. `ac`: activation checkpointing of blocks, "none", "full", "selective:N",
-    "selective:op" or "memory_budget:X".
+    "selective:op" or "memory_budget:X"; "none" for a schedule that says which F are checkpointed.
     `split`: how I and W share the backward: "store", or "whole" (all of it in I).
     `direct_gradients`: full backwards, too, add the weight gradients of linear layers straight to `.grad`. That saves
     a tensor of the weight's size each time; autograd hooks on these weights do not fire.

@@ -74,7 +74,8 @@ def _list_facts(schedule: Schedule, options: Options, device: torch.device) -> d
     """The facts that must be the same on every rank."""
     packed = schedule.packed
     offloading = b"" if schedule.offloading is None else schedule.offloading.codes
-    digest = hashlib.sha256(packed.codes + offloading + repr((packed.offsets, schedule.placement)).encode()).hexdigest()
+    others = repr((packed.offsets, schedule.placement, sorted(schedule.checkpointed)))
+    digest = hashlib.sha256(packed.codes + offloading + others.encode()).hexdigest()
     return {"schedule": digest, "torch": torch.__version__, "device": device.type} | asdict(options)
 
 
@@ -93,8 +94,6 @@ def check_types(schedule: object, stages: object) -> None:
 
 def check_sizes(schedule: Schedule, layout: Layout) -> None:
     """ConfigError for a schedule with another number of ranks than the pipeline."""
-    if schedule.checkpointed:
-        raise ConfigError(f"{schedule.name} has checkpointed F, which the engine does not run; use ac='full'")
     if len(layout.pipeline) == schedule.num_ranks:
         return
     if layout.mesh is None:
@@ -112,6 +111,11 @@ def check_sizes(schedule: Schedule, layout: Layout) -> None:
 
 def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, StageInfo], options: Options) -> None:
     """ConfigError for stages that this schedule cannot run with these options."""
+    if schedule.checkpointed and options.ac != "none":
+        raise ConfigError(
+            f"ac={options.ac!r} with the checkpointed F of {schedule.name}: both choose what is computed again; use "
+            "ac='none', or a schedule without marks"
+        )
     cp = layout.sizes.get("cp", 1)
     for stage, info in stages.items():
         if cp > 1 and find_part([info.module]) is None:
@@ -138,7 +142,8 @@ def check_stages(schedule: Schedule, layout: Layout, stages: Mapping[int, StageI
                 "microbatches, which is not known without a mesh: pass configure(mesh=...), or leave out regather"
             )
         require_one_dtype(stage, info.module)
-        if options.changes_blocks and info.blocks is None:
+        marks = any(stage == marked for marked, _ in schedule.checkpointed)
+        if (options.changes_blocks or marks) and info.blocks is None:
             raise ConfigError(f"stage {stage} names no blocks to compile or checkpoint: use module_stages()")
         for tie in info.ties:
             info.module.get_parameter(tie.name)

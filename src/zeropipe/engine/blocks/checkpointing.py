@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,6 +28,28 @@ def add_checkpointing(forward: Callable[..., Any], mode: str) -> Callable[..., A
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         return checkpoint(RecomputableForward(self, forward), *args, use_reentrant=False, **options, **kwargs)
+
+    return run
+
+
+_is_checkpointed = ContextVar("_is_checkpointed", default=False)
+
+
+@contextmanager
+def checkpointed_blocks() -> Iterator[None]:
+    """Around an F that the schedule marks: blocks of `choose_forward` are checkpointed."""
+    token = _is_checkpointed.set(True)
+    try:
+        yield
+    finally:
+        _is_checkpointed.reset(token)
+
+
+def choose_forward(plain: Callable[..., Any], checkpointed: Callable[..., Any]) -> Callable[..., Any]:
+    """A block's forward that is one of two: the second within `checkpointed_blocks`."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (checkpointed if _is_checkpointed.get() else plain)(self, *args, **kwargs)
 
     return run
 

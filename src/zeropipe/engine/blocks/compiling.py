@@ -12,12 +12,13 @@ from torch import nn
 
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.engine.backward.experts import find_divided
-from zeropipe.engine.blocks.checkpointing import add_checkpointing
+from zeropipe.engine.blocks.checkpointing import add_checkpointing, choose_forward
 from zeropipe.engine.torch_private import compile as torch_compile
 from zeropipe.engine.torch_private import tensors as torch_tensors
 from zeropipe.engine.torch_private.compile import checked_backend, inductor_backend, is_compile_error
 from zeropipe.errors import ConfigError, first_line
 
+BY_SCHEDULE = "by schedule"  # the mode of a block with two forwards
 MAX_REASON_LENGTH = 200  # characters of a compiler error
 
 
@@ -31,9 +32,13 @@ def prepare_blocks(stage: nn.Module, *, compile: bool = False, ac: str = "none",
 
 
 def set_blocks(
-    blocks: Iterable[nn.Module], first: int, *, compile: bool = False, ac: str = "none", backend: Any = None
-) -> None:
-    """`prepare_blocks` for some blocks; `first` is the index of the first one in the full model."""
+    blocks: Iterable[nn.Module], first: int, *, compile: bool = False, ac: str = "none", backend: Any = None,
+    by_schedule: bool = False,
+) -> None:  # fmt: skip
+    """`prepare_blocks` for some blocks; `first` is the index of the first one in the full model.
+
+    `by_schedule`: a block is checkpointed, in full, in the F that the schedule marks: within `checkpointed_blocks`.
+    """
     checkpointing = Checkpointing.parse(ac)
     if checkpointing.mode == "budget" and not compile:
         warn_once(
@@ -52,7 +57,8 @@ def set_blocks(
                 f"ac={ac!r} with experts divided over ep: the compiler may recompute exchanges, in another order on "
                 "each process; use selective:op"
             )
-        mode, block_class = checkpointing.of_layer(first + index), getattr(type(block), "plain_class", type(block))
+        mode = BY_SCHEDULE if by_schedule else checkpointing.of_layer(first + index)
+        block_class = getattr(type(block), "plain_class", type(block))
         block.__class__ = (
             _variant(block_class, mode, checkpointing.budget, compile, exchanges, backend)
             if compile or mode != "none"
@@ -69,13 +75,21 @@ def _variant(
     A block that exchanges rows is recomputed by its forward graph: in a backward graph the compiler could put the
     recomputed exchanges before or after those of gradients, and all processes must have one order.
     """
-    wraps_compiled = compile and mode == "full" and (exchanges or not torch_compile.MARKS_REACH_FUNCTIONS)
-    forward = block_class.forward if wraps_compiled else add_checkpointing(block_class.forward, mode)
-    if compile:
-        forward = compile_function(forward, block_class.__name__, backend, budget)
-    if wraps_compiled:
-        torch_tensors.init_gpu()  # inside a checkpoint the compiler must not initialize it
-        forward = add_checkpointing(forward, mode)
+
+    def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+        return compile_function(forward, block_class.__name__, backend, budget) if compile else forward
+
+    plain = compiled(block_class.forward) if mode in ("none", BY_SCHEDULE) else None
+    forward = plain
+    if mode != "none":
+        wrapped = "full" if mode == BY_SCHEDULE else mode
+        if compile and wrapped == "full" and (exchanges or not torch_compile.MARKS_REACH_FUNCTIONS):
+            torch_tensors.init_gpu()  # inside a checkpoint the compiler must not initialize it
+            forward = add_checkpointing(plain or compiled(block_class.forward), wrapped)
+        else:
+            forward = compiled(add_checkpointing(block_class.forward, wrapped))
+        if plain is not None:
+            forward = choose_forward(plain, forward)
     return type(
         block_class.__name__,
         (block_class,),

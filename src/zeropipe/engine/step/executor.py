@@ -18,6 +18,7 @@ from zeropipe.engine.backward.gradients import FirstGradients
 from zeropipe.engine.backward.splitters import Splitter
 from zeropipe.engine.backward.turn_times import TurnTimes
 from zeropipe.engine.backward.vectors import VectorGradients
+from zeropipe.engine.blocks.checkpointing import checkpointed_blocks
 from zeropipe.engine.comm.channels import Channel, Receiver, Sender
 from zeropipe.engine.comm.messages import Message, ShapeCache, Spec
 from zeropipe.engine.comm.threads import HelperThread
@@ -311,7 +312,10 @@ class Executor:
     def _compute(self, action: Action) -> Call:
         cell = self.cells[action.stage, action.microbatch]
         if action.kind is Kind.F:
-            return self._with_offload(self._with_weights(partial(self._runner.forward, cell), action), action)
+            forward = partial(self._runner.forward, cell)
+            if action.checkpointed:
+                forward = partial(_run_checkpointed, forward)
+            return self._with_offload(self._with_weights(forward, action), action)
         if action.kind in (Kind.B, Kind.I):
             run = self._splitter.backward if action.kind is Kind.B else self._splitter.backward_input
             backward = partial(self._run_backward, partial(self._runner.backward, cell, run), action)
@@ -381,6 +385,11 @@ class Executor:
         for watcher in self._watchers:
             call = watcher.wrap(call, actions, cells)
         return call
+
+
+def _run_checkpointed(forward: Call) -> None:
+    with checkpointed_blocks():
+        forward()
 
 
 def _create_cells(row: Sequence[Step], stages: Mapping[int, StageInfo]) -> dict[tuple[int, int], Cell]:
