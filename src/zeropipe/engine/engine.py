@@ -31,6 +31,7 @@ from zeropipe.engine.comm.faults import PeerLost, is_transport_error
 from zeropipe.engine.comm.heartbeat import BETWEEN_STEPS
 from zeropipe.engine.comm.messages import ShapeCache
 from zeropipe.engine.comm.threads import HelperThread
+from zeropipe.engine.float8 import keep_copies, require_float8, set_float8
 from zeropipe.engine.head.fused import fuse_head
 from zeropipe.engine.head.passes import PLAIN, compiled_passes
 from zeropipe.engine.layout import Layout
@@ -168,10 +169,13 @@ class Engine:
 
     def _prepare(self) -> None:
         modules = [info.module for info in self._infos.values()]
+        stages, sizes = self._infos.values(), self._layout.sizes | {"ep": self._layout.ep}
+        require_float8(self.options.float8, self.schedule, sizes, stages, self._device)
         prepare_slices(self.schedule, modules, self.options.slice_sizes, self.options.compile)
         refuse_compiled_ring(modules, self.options.compile)
-        for stage in self._infos.values():
+        for stage in stages:
             self._splitter.prepare(stage.number, stage.module)
+            set_float8(stage, self.options.float8)
             if stage.blocks is not None:
                 set_blocks(
                     stage.blocks, stage.first_layer, compile=self.options.compile, ac=self.options.ac,
@@ -487,7 +491,8 @@ class Engine:
         find_targets: FindTargets | None = None,
     ) -> None:
         update_hooks(self._deferred)
-        with self._comm.status.executing(executor):
+        keeps_copies = keep_copies(self._deferred, not self.options.regather)
+        with keeps_copies, self._comm.status.executing(executor):
             executor.run(microbatches, step.kinds, finish, on_input, find_targets)
 
     def _begin_recording(self) -> None:

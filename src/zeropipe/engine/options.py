@@ -13,6 +13,7 @@ from zeropipe.errors import ConfigError, short
 
 SPLITS = ("store", "whole")
 SHAPES = ("auto", "dynamic")
+FLOAT8 = ("none", "tensor", "row")
 OVERLAPS = ("streams", "turns")
 MAX_TIMEOUT_S = 10**7  # four months
 
@@ -35,6 +36,7 @@ class Options:
     `fused_head`: the last stage of a Hugging Face model computes the losses of CausalLMLoss and LogProbabilities in
     chunks of tokens, so that logits are never whole in memory. That is verified on a small copy of the model; one whose
     losses would differ keeps its logits whole, with a warning.
+    `float8`: linear layers of blocks compute F, I and W in float8, with one scale for a "tensor", or one for each "row".
     `dynamic_weights`: a rank that would wait for a message runs pending weight gradients, one product at a time, until
     it has arrived. The schedule's order stays the plan, and gradients stay the same.
     `overlap`: how F and B of an Overlap run together: on two "streams" of a GPU (on a CPU in order), or in "turns":
@@ -60,6 +62,7 @@ class Options:
     split: str = "store"
     direct_gradients: bool = False
     fused_head: bool = True
+    float8: str = "none"
     dynamic_weights: bool = False
     overlap: str = "streams"
     recv_ahead: int = 2
@@ -102,6 +105,8 @@ class Options:
         Checkpointing.parse(self.ac)
         if self.split not in SPLITS:
             raise ConfigError(f"split={self.split!r}: must be {' or '.join(map(repr, SPLITS))}")
+        if self.float8 not in FLOAT8:
+            raise ConfigError(f"float8={short(self.float8)}: must be 'none', 'tensor' or 'row'")
         if self.dynamic_weights and self.split != "store":
             raise ConfigError(
                 f"dynamic_weights=True cannot run split={self.split!r}, whose W cannot run in parts; use split='store'"

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from zeropipe.engine.backward.embedding import defer_embeddings
 from zeropipe.engine.backward.experts import defer_experts
+from zeropipe.engine.backward.float8 import run_float8
 from zeropipe.engine.backward.gated import defer_gated
 from zeropipe.engine.backward.gradients import to_local
 from zeropipe.engine.backward.ops import CompiledLinear, create_slot
@@ -20,7 +21,9 @@ from zeropipe.engine.backward.products import Product, flatten_rows
 from zeropipe.engine.backward.store import store_or_return
 from zeropipe.engine.torch_private.autograd import has_grad_hooks, in_transform, save, saved, without_autocast
 from zeropipe.engine.torch_private.compile import use_number
+from zeropipe.engine.torch_private.float8 import Float8
 from zeropipe.engine.torch_private.tensors import from_local, linear_placements, not_a_view
+from zeropipe.errors import ConfigError, EngineError
 
 
 def defer(module: nn.Module) -> int:
@@ -31,14 +34,20 @@ def defer(module: nn.Module) -> int:
     backward in I.
     """
     for child in module.modules():
-        deferred = _deferred_class(child)
-        if deferred is not None:
-            child.__class__ = deferred
-            child.slot = create_slot(child)
+        defer_layer(child)
     defer_experts(module)
     defer_gated(module)
     defer_embeddings(module)
     return sum(len(layer.defers) for layer in find_deferred(module))
+
+
+def defer_layer(module: nn.Module) -> bool:
+    """Let a module leave its weight gradient to W if it is a linear layer; whether it does so now."""
+    deferred = _deferred_class(module)
+    if deferred is not None:
+        module.__class__ = deferred
+        module.slot = create_slot(module)
+    return isinstance(module, Deferred)
 
 
 def find_deferred(module: nn.Module) -> list[Any]:
@@ -50,6 +59,11 @@ def update_hooks(layers: Iterable[Any]) -> None:
     """Before a step: do not defer weights that have hooks by now."""
     for layer in layers:
         has_hooks = any(has_grad_hooks(layer._parameters.get(name)) for name in layer.defers)
+        if has_hooks and getattr(layer, "float8", "none") != "none":
+            raise ConfigError(
+                f"float8={layer.float8!r}: a weight of {tuple(layer.weight.shape)} has hooks on its gradient, which "
+                "does not pass through autograd; remove them, or use float8='none'"
+            )
         if layer.has_hooks != has_hooks:
             layer.has_hooks = has_hooks
 
@@ -86,6 +100,9 @@ class Deferred(nn.Module):
     defers: tuple[str, ...] = ("weight",)
     adds_bias: bool = True  # in a layer that is sharded over tp, one process adds the bias
     has_hooks: bool = False  # on the weight's gradient
+    transposed: bool = False  # the weight is (in, out)
+    float8: str = "none"  # how its products are computed in float8: "tensor" or "row"
+    copies: dict[int, Float8] | None = None  # of the weight in float8, during a step; see `keep_copies`
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -124,6 +141,8 @@ class DeferredLinear(Deferred, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, DTensor):
             return self._forward_dtensor(input)
+        if self.float8 != "none":
+            return run_float8(self, input)
         if self.needs_weight_gradient():
             return self.run_deferred(input)
         weight, bias = self.local_weight_and_bias()
@@ -133,6 +152,8 @@ class DeferredLinear(Deferred, nn.Linear):
         """Forward of a layer that torch's tensor parallelism has sharded: on shards where these form one product."""
         weight: Any = self.weight
         placements = None
+        if self.float8 != "none":
+            raise EngineError("float8 cannot run layers that torch's tensor parallelism shards: use float8='none'")
         if self.needs_weight_gradient() and isinstance(weight, DTensor):
             placements = linear_placements(input, weight, self.bias is not None)
         if placements is None:
@@ -145,7 +166,11 @@ class DeferredLinear(Deferred, nn.Linear):
 class DeferredConv1D(Deferred):
     """transformers' Conv1D (a linear layer with its weight transposed) with its weight gradient left to W."""
 
+    transposed = True
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.float8 != "none":
+            return run_float8(self, x)
         if self.needs_weight_gradient():
             return self.run_deferred(x, transposed=True)
         return functional.linear(x, self.weight.t(), self.bias)

@@ -25,10 +25,16 @@ def create_slot(owner: nn.Module, name: str = "weight") -> Tensor:
     return torch.tensor(len(_owners) - 1, device="cpu")
 
 
-def _parameter(slot: Tensor) -> nn.Parameter:
+def find_owner(slot: Tensor) -> tuple[nn.Module, str]:
+    """The layer that a slot was created for, and the name of its parameter."""
     owner, name = _owners[int(slot.item())]
     module = owner()
     assert module is not None, "a layer was freed before its backward ran"
+    return module, name
+
+
+def _parameter(slot: Tensor) -> nn.Parameter:
+    module, name = find_owner(slot)
     return module._parameters[name]  # type: ignore[return-value]  # getattr is many times slower
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ class Product:
     transposed: bool = False  # the weight is (in, out), as in GPT-2's Conv1D
     offsets: Tensor | None = None  # experts: rows offsets[e-1]:offsets[e] belong to expert e
     version: int = 0  # `current_version` when the product was stored
+
+    has_own_tensors: ClassVar[bool] = False  # whether x and dy were created for products, so that nobody writes to them
 
     @property
     def is_stack(self) -> bool:

@@ -214,6 +214,8 @@ class WeightStore:
 
 def _may_be_shared(product: Product) -> bool:
     """Whether memory of a product may be used elsewhere: an input that is a leaf may be a buffer."""
+    if product.has_own_tensors:
+        return False
     return product.x.is_leaf or num_aliases(product.x) > 1 or num_aliases(product.dy) > 1
 
 

@@ -78,5 +78,6 @@ def _expensive_operators() -> frozenset[Any]:
         "_scaled_dot_product_attention_math",
     )
     found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
-    own = (torch.ops.zeropipe.grouped_linear, torch.ops.zeropipe.exchange, torch.ops.zeropipe.exchange_counts)
+    names = ("grouped_linear", "float8_linear", "exchange", "exchange_counts")
+    own = (getattr(torch.ops.zeropipe, name) for name in names)
     return frozenset([*found, *(op.default for op in own), *torch_attention.OPERATORS])

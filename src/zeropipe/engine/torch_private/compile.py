@@ -31,9 +31,27 @@ def keep_inputs_from_reuse(op: Any) -> None:
     Otherwise the compiled backward would overwrite tensors that wait for W, and gradients would be silently wrong. The
     rule is part of the generated code, so it also holds when that code comes from a cache. `op` is also marked as
     having side effects: it runs even if its result is not used, or has no elements.
+    """
 
-    Its result is new memory. inductor takes it for one at any address, because an input is on the CPU (a layer's
-    slot); kernels that read it, like the backward of attention, would take up to 1.4 times as long.
+    def keep(kernel: Any, graph: Any) -> None:
+        for held in kernel.inputs:
+            graph.never_reuse_buffers.add(held.get_name())
+        kernel.has_side_effects = lambda: True
+
+    _lower(op, keep)
+
+
+@functools.cache
+def align_result(op: Any) -> None:
+    """Let inductor know that the result of `op` is new memory."""
+    _lower(op, lambda kernel, graph: None)
+
+
+def _lower(op: Any, mark: Callable[[Any, Any], None]) -> None:
+    """Register inductor's lowering of an operator with a layer's slot; `mark` gets its kernel and the graph.
+
+    Its result is new memory. inductor takes it for one at any address, because an input is on the CPU (the slot);
+    kernels that read it, like the backward of attention, would take up to 1.4 times as long.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import fallback_handler, register_lowering
@@ -47,10 +65,8 @@ def keep_inputs_from_reuse(op: Any) -> None:
         while isinstance(node, ir.MutableBox):
             node = node.data
         (kernel,) = node.inputs if isinstance(node, ir.MultiOutput) else (node,)
-        for held in kernel.inputs:
-            V.graph.never_reuse_buffers.add(held.get_name())
         V.graph.unaligned_buffers.discard(node.get_name())
-        kernel.has_side_effects = lambda: True
+        mark(kernel, V.graph)
         return out
 
 
