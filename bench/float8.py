@@ -213,6 +213,7 @@ def measure_products(args: argparse.Namespace, sizes: Sizes) -> None:
     """Milliseconds of the parts of a layer in float8."""
     from zeropipe.engine.torch_private.float8 import E4M3, E5M2, multiply, quantize, transpose
 
+    say(checks=list(check_numbers(args.device)))
     rows = sizes.tokens
     for name, (inputs, outputs) in PRODUCTS.items():
         x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=args.device)
@@ -247,6 +248,30 @@ def measure_products(args: argparse.Namespace, sizes: Sizes) -> None:
             except Exception as error:
                 found[call_name] = f"{type(error).__name__}: {error}"[:200]
         say(product=name, shape=[rows, inputs, outputs], ms=found)
+
+
+def check_numbers(device: str) -> Iterator[str]:
+    """Compare numbers of the device with those of the CPU."""
+    from zeropipe.engine.torch_private.float8 import E4M3, E5M2, Float8, multiply, quantize, transpose
+
+    generator = torch.Generator().manual_seed(0)
+    for dim in (None, 1):
+        x, y = (torch.randn(rows, 192, generator=generator).bfloat16() * 3e-4 for rows in (100, 64))
+        try:
+            pairs = [(quantize(x, E5M2 if dim is None else E4M3, dim), quantize(y, E4M3, dim))]
+            pairs.append((quantize(x.to(device), E5M2 if dim is None else E4M3, dim), quantize(y.to(device), E4M3, dim)))
+            same = [
+                torch.equal(a.data.float(), b.data.float().cpu()) and torch.equal(a.power, b.power.cpu())
+                for a, b in zip(*pairs)
+            ]
+            turned = torch.equal(transpose(pairs[0][0].data).float(), transpose(pairs[1][0].data).float().cpu())
+            wanted = multiply(*pairs[0], torch.float32, fast=False)
+            for fast in (False, True):
+                found = multiply(*(Float8(*each) for each in pairs[1]), torch.float32, fast=fast).cpu()
+                error = float((found - wanted).norm() / wanted.norm())
+                yield f"dim {dim} fast {fast}: same numbers {same}, same transposed {turned}, product differs {error:.2e}"
+        except Exception:
+            yield traceback.format_exc()
 
 
 def time_call(call: Callable[[], object], device: str) -> float:
@@ -363,14 +388,15 @@ def print_curves(workers: list[Worker], deadline: float) -> None:
 
 
 def print_products(worker: Worker, deadline: float) -> None:
-    for _ in PRODUCTS:
-        found = worker.result(deadline)
-        if found is None:
-            return
+    while (found := worker.result(deadline)) is not None:
+        if "checks" in found:
+            print(*found["checks"], sep="\n", flush=True)
+            continue
         print(f"{found['product']} {found['shape']}", flush=True)
         for name, value in found["ms"].items():
             print(f"  {name:20} {value if isinstance(value, str) else f'{value:8.3f} ms'}", flush=True)
-    worker.end()
+        if found["product"] == [*PRODUCTS][-1]:
+            return
 
 
 def main() -> None:

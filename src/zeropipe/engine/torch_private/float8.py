@@ -49,7 +49,7 @@ def quantize(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Float8:
     Infinities and NaNs give powers that are NaN, and so do products with them.
     """
     if x.is_cuda and not torch.compiler.is_compiling():
-        return Float8(*_compiled(_quantize)(x.contiguous(), dtype, dim))
+        return Float8(*_compiled(_quantize)(x.detach().contiguous(), dtype, dim))
     return Float8(*_quantize(x, dtype, dim))
 
 
