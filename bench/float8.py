@@ -259,7 +259,9 @@ def check_numbers(device: str) -> Iterator[str]:
         x, y = (torch.randn(rows, 192, generator=generator).bfloat16() * 3e-4 for rows in (100, 64))
         try:
             pairs = [(quantize(x, E5M2 if dim is None else E4M3, dim), quantize(y, E4M3, dim))]
-            pairs.append((quantize(x.to(device), E5M2 if dim is None else E4M3, dim), quantize(y.to(device), E4M3, dim)))
+            pairs.append(
+                (quantize(x.to(device), E5M2 if dim is None else E4M3, dim), quantize(y.to(device), E4M3, dim))
+            )
             same = [
                 torch.equal(a.data.float(), b.data.float().cpu()) and torch.equal(a.power, b.power.cpu())
                 for a, b in zip(*pairs)

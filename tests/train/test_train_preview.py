@@ -236,6 +236,7 @@ def test_balance_by_time_is_zp_balance(tmp_path, monkeypatch):
     ("--lora.rank 4", "no prediction: the run trains an adapter (LoRA), costs are for training all weights; "),
     ("--data.microbatch 2", "no prediction: the costs of qwen3-8b have no setting with "),
     ("--engine.fused_head false", "no prediction: the run has engine.fused_head=false, which makes logits whole, "),
+    ("--engine.float8 row", "no prediction: the run has engine.float8='row', the costs are for products in 16 or "),
     ("--mesh.ep 2 --mesh.dp_shard 2", "no prediction: the costs of qwen3-8b have no setting with ep=2: "),
     ("--mesh.pp 1", "rank 0 needs "),
 ])  # fmt: skip

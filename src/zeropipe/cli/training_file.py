@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # fields that only `zeropipe train` uses: other commands refuse them
 TRAIN_ONLY = (
     "mesh.sequence_parallel", "mesh.dispatch", "engine.shards", "engine.offload", "engine.direct_gradients",
-    "engine.attention", "engine.fused_head",
+    "engine.attention", "engine.fused_head", "engine.float8",
 )  # fmt: skip
 
 

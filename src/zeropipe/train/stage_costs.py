@@ -83,6 +83,10 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
     if reason := explain_exchanges(config):
         return reason
     data, engine = config.data, config.engine
+    if engine.float8 != "none":
+        return (
+            f"no prediction: the run has engine.float8={engine.float8!r}, the costs are for products in 16 or more bits"
+        )
     if config.mesh.ep > 1 and costs.dispatch != config.mesh.dispatch:
         return f"no prediction: the run has mesh.dispatch={config.mesh.dispatch!r}, the costs {costs.dispatch!r}"
     compiled = is_compiled(config, predicted_device(config, costs))

@@ -6,6 +6,7 @@ products: one weight-gradient product, dW += dy^T x
 store: the products that wait for their W
 ops: deferred products as operators that torch.compile does not look into
 linear: `defer` replaces linear layers by layers that leave their weight gradient to W
+float8: linear layers whose products are computed in float8
 embedding: embeddings whose gradient is added row by row
 stacks: products with a stack of weights, one for each expert
 experts: transformers' mixture-of-experts layers; expert_rows: rows of tokens sorted by expert

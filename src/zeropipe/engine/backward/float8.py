@@ -209,9 +209,7 @@ def _(dy: Tensor, power: Tensor, weight: Tensor, slot: Tensor, use: int, transpo
     return dy.new_empty(dy.shape[0], weight.shape[0 if transposed else 1], dtype=dtype)
 
 
-def _multiply(
-    x: Float8, weight: Tensor, layer: Any, forward: bool, transposed: bool, dtype: torch.dtype
-) -> Tensor:
+def _multiply(x: Float8, weight: Tensor, layer: Any, forward: bool, transposed: bool, dtype: torch.dtype) -> Tensor:
     operand = _weight_operand(weight, layer, 1 if forward != transposed else 0)
     x = Float8(x.data.contiguous(), x.power)
     return torch_float8.multiply(x, operand, dtype, fast=forward or layer.float8 == "row")

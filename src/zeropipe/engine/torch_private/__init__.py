@@ -5,6 +5,7 @@ tensors: memory, DTensor, nested values, sums over lists of tensors
 autograd: graphs, saved tensors, selective checkpointing, the profiler
 saved: where tensors are kept for a backward pass
 attention: kernels for packed rows
+float8: numbers of 8 bits and their products
 partial_attention: attention to some of the keys, with what merges it
 compile: the compiler, and what its versions get wrong
 """

@@ -37,9 +37,7 @@ def explain_device(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         found, needed = (".".join(map(str, each)) for each in (capability, MIN_CAPABILITY))
-        return (
-            f"{torch.cuda.get_device_name(device)} has compute capability {found}, products of float8 need {needed}"
-        )
+        return f"{torch.cuda.get_device_name(device)} has compute capability {found}, products of float8 need {needed}"
     return None
 
 

@@ -196,6 +196,10 @@ class EngineTable(Table):
         default=True,
         description="Compute the loss in chunks of tokens, so that logits are never whole in memory.",
     )
+    float8: Literal["none", "tensor", "row"] = Field(
+        default="none",
+        description="Compute the linear layers of blocks in float8, with one scale for a `tensor`, or one for each `row`.",
+    )
     shards: Literal["keep", "regather"] = Field(
         default="keep", description="Gather sharded weights once per step, or again for every microbatch."
     )

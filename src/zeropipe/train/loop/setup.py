@@ -128,6 +128,7 @@ def make_engine(config: RunConfig, position: RankPosition, stages: dict[int, Any
         dynamic_weights=table.dynamic_weights,
         direct_gradients=kind == "cuda" if direct is None else direct,
         slice_sizes=config.schedule.slice_sizes, fused_head=table.fused_head, regather=table.shards == "regather",
+        float8=table.float8,
         gradients=table.gradients,
         timeout=table.timeout,
     )  # fmt: skip
