@@ -4,10 +4,10 @@
     python bench/float8.py --parts steps --trace out/float8
     python bench/float8.py --small --device cpu   # only whether all of it runs
 
-`steps`: training steps of 4 layers of Qwen3-8B's size with a small vocabulary, compiled, 8 microbatches of 4,096 tokens:
-weights in bfloat16, gradients and AdamW's weights and state in float32. "whole" has full backwards, "split" I and W. Each
-mode is a process of its own; they compile at the same time, then take turns. `curves`: 150 steps of 4 layers of
-Qwen3-0.6B's size from the same weights over the same data, a random Markov chain of 1,024 tokens whose entropy is 1.386;
+`steps`: training steps of 4 layers of Qwen3-8B's size with a small vocabulary, compiled, 8 microbatches of 4,096
+tokens: weights in bfloat16, gradients and AdamW's weights and state in float32. "whole" has full backwards, "split" I
+and W. Each mode is a process of its own; they compile at the same time, then take turns. `curves`: 150 steps of 4 layers of
+Qwen3-0.6B's size from the same weights over the same data, a random Markov chain of 1,024 tokens with entropy 1.386;
 `bfloat16-b` has other data, for what a difference means. `products`: the products of one layer alone.
 """
 
@@ -271,7 +271,7 @@ def check_numbers(device: str) -> Iterator[str]:
             for fast in (False, True):
                 found = multiply(*(Float8(*each) for each in pairs[1]), torch.float32, fast=fast).cpu()
                 error = float((found - wanted).norm() / wanted.norm())
-                yield f"dim {dim} fast {fast}: same numbers {same}, same transposed {turned}, product differs {error:.2e}"
+                yield f"dim {dim} fast {fast}: same numbers {same}, transposed {turned}, product differs {error:.2e}"
         except Exception:
             yield traceback.format_exc()
 

@@ -46,7 +46,7 @@ def plain_gradients(mode: str, batches: list[dict[str, Tensor]]) -> dict[str, Te
 def gradient_differences(
     schedule: Schedule, sizes: dict[str, int], mode: str, options: dict[str, Any]
 ) -> tuple[float, float]:
-    """The largest difference of a step's gradients from `plain_gradients` in this mode, and all from those in float32."""
+    """The largest difference of a step's gradients from `plain_gradients`, and of all from those in float32."""
     mesh = mesh_of(sizes)
     rank = mesh["pp"].get_local_rank() if "pp" in sizes else 0
     pipelines = [size for name, size in sizes.items() if name.startswith("dp")]

@@ -36,7 +36,7 @@ class Options:
     `fused_head`: the last stage of a Hugging Face model computes the losses of CausalLMLoss and LogProbabilities in
     chunks of tokens, so that logits are never whole in memory. That is verified on a small copy of the model; one whose
     losses would differ keeps its logits whole, with a warning.
-    `float8`: linear layers of blocks compute F, I and W in float8, with one scale for a "tensor", or one for each "row".
+    `float8`: linear layers of blocks compute F, I and W in float8, with a scale for each "tensor" or each "row".
     `dynamic_weights`: a rank that would wait for a message runs pending weight gradients, one product at a time, until
     it has arrived. The schedule's order stays the plan, and gradients stay the same.
     `overlap`: how F and B of an Overlap run together: on two "streams" of a GPU (on a CPU in order), or in "turns":

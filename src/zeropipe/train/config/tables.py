@@ -198,7 +198,7 @@ class EngineTable(Table):
     )
     float8: Literal["none", "tensor", "row"] = Field(
         default="none",
-        description="Compute the linear layers of blocks in float8, with one scale for a `tensor`, or one for each `row`.",
+        description="Compute the linear layers of blocks in float8, with a scale for each `tensor` or each `row`.",
     )
     shards: Literal["keep", "regather"] = Field(
         default="keep", description="Gather sharded weights once per step, or again for every microbatch."
