@@ -6,9 +6,9 @@
 
 `steps`: training steps of 4 layers of Qwen3-8B's size with a small vocabulary, compiled, 8 microbatches of 4,096
 tokens: weights in bfloat16, gradients and AdamW's weights and state in float32. "whole" has full backwards, "split" I
-and W. Each mode is a process of its own; they compile at the same time, then take turns. `curves`: 150 steps of 4 layers of
-Qwen3-0.6B's size from the same weights over the same data, a random Markov chain of 1,024 tokens with entropy 1.386;
-`bfloat16-b` has other data, for what a difference means. `products`: the products of one layer alone.
+and W. Each mode is a process of its own; they compile at the same time, then take turns. `curves`: 150 steps of 4
+layers of Qwen3-0.6B's size from the same weights over the same data, a random Markov chain of 1,024 tokens with entropy
+1.386; `bfloat16-b` has other data, for what a difference means. `products`: the products of one layer alone.
 """
 
 from __future__ import annotations
@@ -211,43 +211,46 @@ def markov(sizes: Sizes, seed: int, device: str) -> Iterator[list[dict[str, Tens
 
 def measure_products(args: argparse.Namespace, sizes: Sizes) -> None:
     """Milliseconds of the parts of a layer in float8."""
-    from zeropipe.engine.torch_private.float8 import E4M3, E5M2, multiply, quantize, transpose
-
     say(checks=list(check_numbers(args.device)))
-    rows = sizes.tokens
     for name, (inputs, outputs) in PRODUCTS.items():
-        x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=args.device)
-        weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=args.device)
-        grad = torch.zeros(outputs, inputs, device=args.device)
-        x8, w8, xr, wr = quantize(x, E4M3), quantize(weight, E4M3), quantize(x, E4M3, 1), quantize(weight, E4M3, 1)
-        g8 = quantize(x, E5M2)
-        bf16, f32 = torch.bfloat16, torch.float32
-        calls: dict[str, Callable[[], object]] = {
-            "bfloat16": lambda: x @ weight.t(),
-            "tensor fast": lambda: multiply(x8, w8, bf16, fast=True),
-            "tensor": lambda: multiply(x8, w8, bf16, fast=False),
-            "tensor E5M2": lambda: multiply(g8, w8, bf16, fast=False),
-            "tensor E5M2 fast": lambda: multiply(g8, w8, bf16, fast=True),
-            "tensor to float32": lambda: multiply(x8, w8, f32, fast=False),
-            "row fast": lambda: multiply(xr, wr, bf16, fast=True),
-            "row": lambda: multiply(xr, wr, bf16, fast=False),
-            "convert tensor": lambda: quantize(x, E4M3),
-            "convert rows": lambda: quantize(x, E4M3, 1),
-            "convert columns": lambda: quantize(x, E4M3, 0),
-            "transpose": lambda: transpose(x8.data),
-            "transpose by copy": lambda: x8.data.t().contiguous(),
-            "convert weight": lambda: quantize(weight, E4M3),
-            "transpose weight": lambda: transpose(w8.data),
-            "add bfloat16": lambda: grad.add_(weight),
-            "add float32": lambda: grad.add_(grad),
-        }  # fmt: skip
         found: dict[str, float | str] = {}
-        for call_name, call in calls.items():
+        for call_name, call in list_calls(sizes.tokens, inputs, outputs, args.device).items():
             try:
                 found[call_name] = time_call(call, args.device)
             except Exception as error:
                 found[call_name] = f"{type(error).__name__}: {error}"[:200]
-        say(product=name, shape=[rows, inputs, outputs], ms=found)
+        say(product=name, shape=[sizes.tokens, inputs, outputs], ms=found)
+
+
+def list_calls(rows: int, inputs: int, outputs: int, device: str) -> dict[str, Callable[[], object]]:
+    """The parts of a layer, by name."""
+    from zeropipe.engine.torch_private.float8 import E4M3, E5M2, multiply, quantize, transpose
+
+    x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device)
+    grad = torch.zeros(outputs, inputs, device=device)
+    x8, w8, xr, wr = quantize(x, E4M3), quantize(weight, E4M3), quantize(x, E4M3, 1), quantize(weight, E4M3, 1)
+    g8 = quantize(x, E5M2)
+    bf16, f32 = torch.bfloat16, torch.float32
+    return {
+        "bfloat16": lambda: x @ weight.t(),
+        "tensor fast": lambda: multiply(x8, w8, bf16, fast=True),
+        "tensor": lambda: multiply(x8, w8, bf16, fast=False),
+        "tensor E5M2": lambda: multiply(g8, w8, bf16, fast=False),
+        "tensor E5M2 fast": lambda: multiply(g8, w8, bf16, fast=True),
+        "tensor to float32": lambda: multiply(x8, w8, f32, fast=False),
+        "row fast": lambda: multiply(xr, wr, bf16, fast=True),
+        "row": lambda: multiply(xr, wr, bf16, fast=False),
+        "convert tensor": lambda: quantize(x, E4M3),
+        "convert rows": lambda: quantize(x, E4M3, 1),
+        "convert columns": lambda: quantize(x, E4M3, 0),
+        "transpose": lambda: transpose(x8.data),
+        "transpose by copy": lambda: x8.data.t().contiguous(),
+        "convert weight": lambda: quantize(weight, E4M3),
+        "transpose weight": lambda: transpose(w8.data),
+        "add bfloat16": lambda: grad.add_(weight),
+        "add float32": lambda: grad.add_(grad),
+    }  # fmt: skip
 
 
 def check_numbers(device: str) -> Iterator[str]:
