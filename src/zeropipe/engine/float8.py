@@ -16,7 +16,7 @@ from zeropipe.engine.blocks.compiling import warn_once
 from zeropipe.engine.stages.adapters import is_adapter_name
 from zeropipe.engine.stages.contract import StageInfo
 from zeropipe.engine.torch_private.autograd import has_grad_hooks
-from zeropipe.engine.torch_private.float8 import MULTIPLE, explain_device
+from zeropipe.engine.torch_private.float8 import MULTIPLE, explain_device, has_right_products
 from zeropipe.errors import ConfigError
 
 _OF_EXPERTS = re.compile(r"(^|\.)(experts|router|gate|\w+_gate)(\.|$)")  # names of layers that stay as they are
@@ -38,6 +38,10 @@ def require_float8(
     reason = explain_device(device)
     if reason is not None:
         raise ConfigError(f"float8={mode!r}: {reason}; or leave out float8")
+    if not has_right_products(device, mode == "row"):
+        raise ConfigError(
+            f"float8={mode!r}: products on {device} differ from those of the same numbers in float32; leave out float8"
+        )
     if device.type == "cpu":
         warn_once("float8 on a CPU: numbers are rounded to float8, and their products are computed in float32")
     for info in infos:

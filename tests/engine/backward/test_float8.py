@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+from contextlib import nullcontext
 
 import peft
 import pytest
@@ -296,7 +298,11 @@ def test_devices_and_values_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match=words):
         require_float8("row", schedule, {}, [], torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    require_float8("row", schedule, {}, [], torch.device("cuda"))
+    for is_right in (True, False):
+        monkeypatch.setattr("zeropipe.engine.float8.has_right_products", lambda *_, found=is_right: found)
+        with nullcontext() if is_right else pytest.raises(ConfigError, match="products on cuda differ from those of"):
+            require_float8("row", schedule, {}, [], torch.device("cuda"))
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match="stage 0 names no blocks; use module_stages"):
         require_float8("row", schedule, {}, [describe_stage(0, nn.Linear(16, 16))], CPU)
     with pytest.raises(ConfigError, match="float8='fp8': must be 'none', 'tensor' or 'row'"):
@@ -318,3 +324,13 @@ def test_a_gpu_computes_the_same(dim):
         one = torch_float8.multiply(*wanted, torch.float32, fast=False)
         other = torch_float8.multiply(*(Float8(*each) for each in found), torch.float32, fast=False)
         torch.testing.assert_close(one, other.cpu(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_products_of_a_device_are_compared_with_those_in_float32(by_row, monkeypatch):
+    check, real, calls = torch_float8.has_right_products.__wrapped__, torch_float8.multiply, itertools.count()
+    assert check(torch.device("cpu"), by_row)
+    monkeypatch.setattr(
+        torch_float8, "multiply", lambda *args, **more: real(*args, **more) * (1 + 0.03 * (next(calls) % 2))
+    )
+    assert not check(torch.device("cpu"), by_row), "the second of two is 3% too large"

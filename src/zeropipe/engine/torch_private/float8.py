@@ -7,6 +7,7 @@ by a power of two is exact, so the rounding to float8 is the only one, and compi
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # the kernels take sizes that it divides
 MIN_CAPABILITY = (8, 9)  # compute capability of a GPU with products of float8
 _MAX_EXPONENT = {E4M3: 8, E5M2: 15}  # the largest number is 1.75 * 2**exponent, in both
+_TOLERANCE = 0.01  # of a product, to its largest number: results by row are bfloat16, fast sums have fewer bits
 _SMALLEST = 2.0**-100  # matrices with smaller numbers only are converted as if it were the largest
 
 
@@ -39,6 +41,21 @@ def explain_device(device: torch.device) -> str | None:
         found, needed = (".".join(map(str, each)) for each in (capability, MIN_CAPABILITY))
         return f"{torch.cuda.get_device_name(device)} has compute capability {found}, products of float8 need {needed}"
     return None
+
+
+@functools.cache
+def has_right_products(device: torch.device, by_row: bool) -> bool:
+    """Whether a GPU's conversions and products give the numbers of a CPU, up to the order of its sums."""
+    a, b = (torch.randn(size, 160, generator=torch.Generator().manual_seed(size)).bfloat16() for size in (48, 32))
+    dim = 1 if by_row else None
+    for dtype, fast in itertools.product((E4M3,) if by_row else (E4M3, E5M2), (True, False)):
+        wanted, found = (
+            multiply(quantize(a.to(where), dtype, dim), quantize(b.to(where), E4M3, dim), torch.float32, fast=fast)
+            for where in (torch.device("cpu"), device)
+        )
+        if not (found.cpu() - wanted).abs().max() <= _TOLERANCE * wanted.abs().max():
+            return False
+    return True
 
 
 def quantize(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Float8:
