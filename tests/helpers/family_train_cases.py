@@ -32,14 +32,23 @@ SEQUENCE = 16
 FLOAT32 = {
     "prophetnet",  # 0 * the smallest float64 in a float32 mask of padding: all losses are NaN
     "xglm",  # puts the smallest float64 into a float32 scalar: RuntimeError
-    "xlnet",  # multiplies float64 positions of tokens by float32 ones: RuntimeError
+    "xlnet",  # the weights of its attention are float32, whatever dtype it is loaded with: RuntimeError
 }
 
 
-def load_plain(config: RunConfig) -> Any:
-    """The model of a run as transformers loads it; its grouped product of experts has no float64."""
+def load_plain(config: RunConfig, *, noise: bool = False) -> Any:
+    """The model of a run as transformers loads it; its grouped product of experts has no float64.
+
+    With `noise` its weights are changed by a billionth (in float32 a millionth), so that float32 is rounded otherwise.
+    """
     kind, dtype = causal_class(AutoConfig.from_pretrained(config.model.path)), DTYPES[config.model.dtype]
-    return kind.from_pretrained(config.model.path, dtype=dtype, experts_implementation="eager").train()
+    model = kind.from_pretrained(config.model.path, dtype=dtype, experts_implementation="eager").train()
+    if noise:
+        generator, size = torch.Generator().manual_seed(1), 1e-9 if dtype == torch.float64 else 1e-6
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + size * torch.randn(parameter.shape, generator=generator, dtype=dtype))
+    return model
 
 
 def find_refusal(config: RunConfig) -> str | None:

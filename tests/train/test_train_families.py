@@ -31,11 +31,23 @@ def assert_trained(model_type, seed, folder):
             return
         config = config.model_copy(update={"data": config.data.model_copy(update={"packing": False})})
     train_on(config)
-    losses, norms = zip(*plain_steps(config, load_plain(config)))
     names = ("mesh", "schedule", "engine", "data")
     run = {name: getattr(config, name).model_dump(exclude_defaults=True) for name in names}
-    for line, *wanted, tolerance in zip(metrics_of(folder / "out"), losses, norms, TOLERANCES, strict=True):
-        assert [line["loss"], line["grad_norm"]] == pytest.approx(wanted, rel=tolerance), (line["step"], run)
+    found = [(line["loss"], line["grad_norm"]) for line in metrics_of(folder / "out")]
+    wanted = plain_steps(config, load_plain(config))
+    assert len(found) == len(wanted) == len(TOLERANCES)
+    assert found[0] == pytest.approx(wanted[0], rel=TOLERANCES[0]), run
+    allowed = [[rate * abs(value) for value in step] for rate, step in zip(TOLERANCES, wanted)]
+    if not are_within(found, wanted, allowed):
+        # some drawn models magnify rounding errors of float32 ten thousand times in a step, in plain transformers too
+        changed = plain_steps(config, load_plain(config, noise=True))
+        allowed = [[max(abs(a - b), most) for a, b, most in zip(*step)] for step in zip(changed, wanted, allowed)]
+        assert are_within(found, wanted, allowed), (found, wanted, changed, run)
+
+
+def are_within(found, wanted, allowed):
+    """Whether loss and norm of every step differ by what is allowed, or less."""
+    return all(abs(a - b) <= most for step in zip(found, wanted, allowed) for a, b, most in zip(*step))
 
 
 @pytest.mark.parametrize(("model_type", "seed"), QUICK)
