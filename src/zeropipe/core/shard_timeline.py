@@ -42,7 +42,8 @@ def sharding_of(
     packed: PackedRows, start: bytes, end: bytes, sizes_of: Sequence[Sequence[float]], units: int
 ) -> Sharding:
     """The gathers and reductions of packed rows. `sizes_of`: of each stage's full weights and full gradients."""
-    sizes = array("d", (sizes_of[kind_of(code) == REDUCE_GRAD][stage_of(code)] for code in packed.view))
+    size_of = {code: sizes_of[kind_of(code) == REDUCE_GRAD][stage_of(code)] for code in set(packed.view)}
+    sizes = array("d", map(size_of.__getitem__, packed.view))
     return Sharding(packed, start, end, sizes.tobytes(), units)
 
 

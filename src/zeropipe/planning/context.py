@@ -77,17 +77,15 @@ class PlanContext:
     ) -> Costs:
         """Costs of a candidate's stages; without `gathers`, full weights and gradients are resident all the time."""
         layout = candidate.layout
-        costs = self.costs.costs(
+        return self.costs.costs(
             counts, self.setting(candidate), ac=candidate.ac, placement=placement, shards=layout.num_shards,
             gather=candidate.shards if gathers and layout.num_shards > 1 else None, gradients=candidate.gradients,
             shard_link=layout.shard_link(self.costs, self.gpus_per_node),
             node_size=layout.node_size(self.gpus_per_node),
             memory_limit=self.memory_limit if isfinite(self.memory_limit) else None, turns=candidate.turns,
             slice_shares=() if candidate.slices == 1 else self.slice_shares(candidate, candidate.slices),
+            offload_bandwidth=float(self.costs.machine["host_bandwidth"]) if self.has_host_link else None,
         )  # fmt: skip
-        if not self.has_host_link:
-            return costs
-        return replace(costs, offload_bandwidth=float(self.costs.machine["host_bandwidth"]))
 
     @property
     def has_host_link(self) -> bool:

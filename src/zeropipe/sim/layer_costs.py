@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import gcd, inf
 from typing import Any, Literal, NamedTuple
@@ -91,7 +92,7 @@ class LayerCost:
     def num_frozen(self) -> int:
         return self.parameters - self.num_trained
 
-    @property
+    @cached_property
     def held(self) -> Held:
         return Held(self.num_trained - self.experts, self.num_frozen, self.experts)
 
@@ -397,6 +398,7 @@ class LayerCosts:
         memory_limit: float | None = None,
         turns: bool = True,
         slice_shares: Sequence[float] = (),
+        offload_bandwidth: float | None = None,
     ) -> Costs:
         """Costs of stages with `counts` layers, by default in the first setting, in seconds and bytes.
 
@@ -405,7 +407,7 @@ class LayerCosts:
         simulated, reductions where `gradients` says, as in `lower`; without it, full weights and gradients are resident
         all the time. `node_size` is the number of pipeline ranks per machine. With divided experts, F and B of an
         Overlap take `turns`, so that exchanges are hidden behind computations. `slice_shares` are the tokens of each
-        slice of a sequence, in shares.
+        slice of a sequence, in shares; `offload_bandwidth` the bytes per second of copies to the host and back.
         """
         require_positive_integers(shards=shards)
         chosen = self.price_exchanges(setting or self.settings[0])
@@ -453,7 +455,7 @@ class LayerCosts:
             message=self.message_bytes(chosen), weights=weights, first_gradients=first,
             p2p=self.link.p2p or 0.0, bandwidth=self.link.bandwidth, node_size=node_size,
             inter_node=SAME_LINK if node_size is None else self.inter_node,
-            memory_limit=memory_limit, unit="s", memory_unit="B", **more,
+            memory_limit=memory_limit, offload_bandwidth=offload_bandwidth, unit="s", memory_unit="B", **more,
         )  # fmt: skip
 
     def gathered_peaks(
