@@ -76,6 +76,12 @@ class PlanContext:
         self, candidate: Candidate, counts: Sequence[int], placement: Placement, *, gathers: bool = True
     ) -> Costs:
         """Costs of a candidate's stages; without `gathers`, full weights and gradients are resident all the time."""
+        if candidate.checkpointing:
+            plain, full = (
+                self.stage_costs(replace(candidate, ac=ac, checkpointing=False), counts, placement, gathers=gathers)
+                for ac in (candidate.ac, "full")
+            )
+            return plain.with_checkpointed(full, len(counts))
         layout = candidate.layout
         return self.costs.costs(
             counts, self.setting(candidate), ac=candidate.ac, placement=placement, shards=layout.num_shards,

@@ -36,6 +36,7 @@ class Candidate:
     slices: int = 1  # of each sequence
     slice_sizes: tuple[float, ...] | None = None  # None: so that slices take equal time
     offload: bool = False  # as few activations as keep the memory limit are copied to the host
+    checkpointing: bool = False  # as few F as keep the memory limit are checkpointed; plans do not try it
 
     @property
     def run(self) -> Run:

@@ -13,6 +13,7 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.errors import ConfigError
 from zeropipe.planning.context import PlanContext
 from zeropipe.planning.rows import Candidate, PlanRow, RankMemory, StepSeconds
+from zeropipe.sim.checkpointing import with_checkpointing
 from zeropipe.sim.costs import Costs
 from zeropipe.sim.layer_costs import Held, LayerCost, Shards
 from zeropipe.sim.offload import with_offload
@@ -55,6 +56,8 @@ def simulate_candidate(
     context = context.for_schedule(schedule)
     if candidate.offload:
         schedule = with_offload(schedule, context.stage_costs(candidate, counts, schedule.placement), "fit")
+    if candidate.checkpointing:
+        schedule = with_checkpointing(schedule, context.stage_costs(candidate, counts, schedule.placement))
     resident_costs = context.stage_costs(candidate, counts, schedule.placement, gathers=False)
     pipeline = timeline = simulate(schedule, resident_costs)
     costs = None
@@ -105,7 +108,9 @@ def _attribute_seconds(context: PlanContext, run: Simulation) -> StepSeconds:
     candidate, pipeline, state = run.candidate, run.pipeline, context.costs.state
     layers = [layer for stage in run.stages for layer in stage]
     work = candidate.num_microbatches * sum(layer.f + layer.full_backward - _part_seconds(layer) for layer in layers)
-    recomputed = _recompute_seconds(context, candidate) / work if work > 0 else 0.0  # a fraction of all work
+    marked = _marked_seconds(run)
+    again = _recompute_seconds(context, candidate) + marked
+    recomputed = again / (work + marked) if work > 0 else 0.0  # a fraction of all work
     mean, busiest = sum(pipeline.busy) / pipeline.num_ranks, max(pipeline.busy)
     stepped = max(run.held(rank).count_stepped(run.shards) for rank in range(pipeline.num_ranks))
     moved = OPTIMIZER_TRAFFIC * stepped * (state.gradients + state.optimizer)
@@ -148,6 +153,12 @@ def _recompute_seconds(context: PlanContext, candidate: Candidate) -> float:
         max(0.0, layer.i - layer.i_exchange - plain.kinds[kind].i + plain.kinds[kind].i_exchange)
         for kind, layer in layers
     )
+
+
+def _marked_seconds(run: Simulation) -> float:
+    """Seconds of recomputation of the F that the schedule marks."""
+    recompute = run.resident_costs.column("recompute", len(run.stages))
+    return sum(recompute[stage] for stage, _ in run.pipeline.schedule.checkpointed)
 
 
 def _sum_seconds(context: PlanContext, run: Simulation) -> float:
@@ -214,15 +225,18 @@ def _workspaces(context: PlanContext, run: Simulation, step: Sequence[int]) -> I
     Where weights are gathered block by block, the second is the workspace at the peak, without weights.
     """
     candidate, schedule = run.candidate, run.timeline.schedule
-    resident = SliceCosts.of(schedule, run.resident_costs)
-    gathering = SliceCosts.of(schedule, run.costs or run.resident_costs)
+    both = run.resident_costs, run.costs or run.resident_costs
+    plain = [SliceCosts.of(schedule, costs) for costs in both]
+    marked = [SliceCosts.of(schedule, costs.with_all_checkpointed(schedule.num_stages)) for costs in both]
     peaks = None
     if run.costs is not None and candidate.shards == "regather":
         setting = context.setting(candidate)
         peaks = context.for_schedule(schedule).costs.gathered_peaks(
-            run.counts, setting, candidate.ac, candidate.layout.num_shards, resident.shares
+            run.counts, setting, candidate.ac, candidate.layout.num_shards, plain[0].shares
         )
     for code in step:
+        is_marked = (stage_of(code), microbatch_of(code)) in schedule.checkpointed
+        resident, gathering = marked if is_marked else plain
         kind, stage, slice = kind_of(code), stage_of(code), microbatch_of(code) % len(resident.shares)
         if kind == W:
             yield 0.0, 0.0, 0.0

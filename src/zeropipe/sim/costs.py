@@ -372,6 +372,14 @@ class Costs:
         # stash, offload_size, checkpointed_activation
         return self.column(others.get(name, "activation"), num_stages)
 
+    def with_checkpointed(self, full: Costs, num_stages: int) -> Costs:
+        """The same costs with those of checkpointed F, by the costs of stages whose F all are: `full`."""
+        again, once = ([sum(pair) for pair in zip(*(one.column(n, num_stages) for n in "fb"))] for one in (full, self))
+        sizes: dict[str, Any] = {
+            f"checkpointed_{name}": full.column(name, num_stages) for name in ("activation", "workspace", "i_workspace")
+        }
+        return replace(self, recompute=[max(0.0, x - y) for x, y in zip(again, once, strict=True)], **sizes)
+
     def with_all_checkpointed(self, num_stages: int) -> Costs:
         """The costs of a schedule without marks that are those of all F being checkpointed under these costs."""
         f, recompute, attention = (self.column(name, num_stages) for name in ("f", "recompute", "f_attention"))

@@ -214,7 +214,8 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
                 f"schedule.costs={source!r} must be a costs file (.json, .toml) or one of the GPUs {', '.join(GPUS)}"
             )
         return estimate(
-            open_shapes(config), gpu=source, sequence=config.data.sequence, dtype=dtype, ac=config.engine.ac,
+            open_shapes(config), gpu=source, sequence=config.data.sequence, dtype=dtype,
+            ac=config.engine.ac if config.schedule.checkpointing is None else [config.engine.ac, "full"],
             microbatch_size=config.data.microbatch, tp=config.mesh.tp,
             compile=is_compiled(config, predicted_device(config)),
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,

@@ -151,6 +151,7 @@ def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candi
         problem.stages_per_rank, problem.num_microbatches, config.data.microbatch, config.engine.ac, "",
         config.engine.shards, config.engine.gradients, turns=config.engine.overlap == "turns",
         slices=slices, slice_sizes=config.schedule.slice_sizes or (1.0,) * slices,
+        checkpointing=config.schedule.checkpointing is not None,
     )  # fmt: skip
 
 

@@ -176,6 +176,14 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
         if is_set and table.slices > 1:
             yield f"schedule.slices={table.slices}: slices do not run with {name}=true; use one of them"
             return
+    if table.checkpointing is not None:
+        others = {
+            "engine.ac": (config.engine.ac, "none"), "schedule.slices": (table.slices, 1),
+            "schedule.offload": (table.offload, None), "engine.shards": (config.engine.shards, "keep"),
+        }  # fmt: skip
+        for name, (value, wanted) in others.items():
+            if value != wanted:
+                yield f"{name}={value!r} does not run with schedule.checkpointing='fit'; leave out one of them"
     if table.slice_sizes is not None and len(table.slice_sizes) != table.slices:
         yield f"schedule.slice_sizes has {len(table.slice_sizes)} numbers: must be schedule.slices={table.slices}"
         return

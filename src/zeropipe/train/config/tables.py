@@ -159,6 +159,11 @@ class ScheduleTable(Table):
         description="Copy activations to the host and back: `auto` (all that takes no time by `costs`), `fit` (as few "
         "as it takes to fit into the GPU), or a share from 0 to 1.",
     )
+    checkpointing: Literal["fit"] | None = Field(
+        default=None,
+        description="`fit`: checkpoint the F of as few microbatches as it takes to fit into the GPU, by `costs`; with "
+        "`engine.ac` = `none`.",
+    )
 
 
 class EngineTable(Table):

@@ -1,0 +1,77 @@
+"""schedule.checkpointing of a training file: what --dry-run says of it, and a run with checkpointed F."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from train_runs import metrics_of, model_directory, run_config, train_on
+
+from zeropipe.errors import ConfigError
+from zeropipe.planning.context import RESERVE
+from zeropipe.sim.layer_file import to_layer_json
+from zeropipe.train.config.read import read_run
+from zeropipe.train.config.rules import check_run
+from zeropipe.train.inputs import load_layer_costs
+from zeropipe.train.preview import preview
+from zeropipe.train.schedule import build_run_schedule
+
+LARGE = (
+    "--model.path", "qwen3-8b", "--model.weights", "random", "--train.steps", "1", "--mesh.pp", "8",
+    "--data.batch", "128", "--data.microbatch", "4", "--data.sequence", "4096",
+)  # fmt: skip
+COSTS = ("--schedule.costs", "h200")
+FIT = ("--schedule.checkpointing", "fit")
+
+
+def made(*options):
+    return preview(read_run(None, [*LARGE, *COSTS, *options]))
+
+
+def test_fit_recomputes_only_what_it_must():
+    plain, full, fitting = made(), made("--engine.ac", "full"), made(*FIT)
+    limit = plain.prediction.memory_limit
+    assert max(rank.peak for rank in plain.ranks) > limit
+    assert 0.8 * limit < max(rank.peak for rank in fitting.ranks) <= limit * (1 + 1e-9)
+    assert plain.prediction.step < fitting.prediction.step < full.prediction.step
+    assert 0 < fitting.prediction.parts["recompute"] < 0.5 * (full.prediction.step - plain.prediction.step)
+    assert sum(fitting.prediction.parts.values()) == pytest.approx(fitting.prediction.step)
+    schedule = build_run_schedule(read_run(None, [*LARGE, *COSTS, *FIT]))
+    ranks = {stage for stage, _ in schedule.checkpointed}
+    assert ranks == {rank for rank, one in enumerate(plain.ranks) if one.peak > limit}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ((*COSTS, "--engine.ac", "full"), r"engine\.ac='full' does not run with schedule\.checkpointing='fit'"),
+        ((*COSTS, "--schedule.offload", "0.5"), r"schedule\.offload=0\.5 does not run with schedule\.checkpointing"),
+        ((*COSTS, "--schedule.name", "seq1f1b", "--schedule.slices", "2"), r"schedule\.slices=2 does not run with"),
+        ((), r"checkpointing='fit' needs the times of layers: set schedule\.costs to a GPU"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        check_run(read_run(None, [*LARGE, *FIT, *options]))
+
+
+def test_a_run_has_the_same_losses(tmp_path):
+    start, file = model_directory(tmp_path / "model"), tmp_path / "costs.json"
+    losses = {}
+    for mode in (None, "fit"):
+        output = tmp_path / str(mode)
+        tables = {
+            "model": {"path": str(start), "dtype": "float32"}, "mesh": {"pp": 2},
+            "schedule": {"name": "zb-h1", "costs": "h100" if mode is None else str(file), "checkpointing": mode},
+        }  # fmt: skip
+        config = run_config(output, start, **tables)
+        if mode is None:  # costs of both modes, of a GPU that is a little too small
+            both = config.model_copy(update={"schedule": config.schedule.model_copy(update={"checkpointing": "fit"})})
+            costs, peak = load_layer_costs(both), max(rank.peak for rank in preview(config).ranks)
+            file.write_text(to_layer_json(replace(costs, machine={**costs.machine, "memory": RESERVE + 0.99 * peak})))
+        assert bool(build_run_schedule(config).checkpointed) == (mode == "fit")
+        train_on(config)
+        losses[mode] = [row["loss"] for row in metrics_of(output)]
+    assert losses[None] == losses["fit"]
+    assert len(losses[None]) > 1
