@@ -26,6 +26,7 @@ from zeropipe.train.preview import preview
 from zeropipe.train.schedule import build_run_schedule
 
 LIMIT = 0.10
+REGATHERED_LIMIT = 0.15  # of a peak in which units are gathered and reduced one by one
 ROLLING_LIMIT = 0.20  # of gradients: on a CPU a unit is reduced at once, and not while those of the next are computed
 COMMON = {4: (40,)}  # seeds for `make test`, by the number of processes
 LAYOUTS = portion("ZEROPIPE_LAYOUTS", 300)
@@ -56,6 +57,8 @@ def check(config, number, report_error, measure=cases.measure_step):
     limits = dict.fromkeys(("peak", *cases.ITEMS), LIMIT)
     if config.engine.gradients != "whole":
         limits["gradients"] = ROLLING_LIMIT
+    if config.engine.shards == "regather":
+        limits |= {"peak": REGATHERED_LIMIT, "workspace": REGATHERED_LIMIT}
     for measured in ranks(number).run(measure, config, timeout=600):
         memory = dict(predicted[measured.rank].memory)
         memory["optimizer"] += memory.pop("masters")

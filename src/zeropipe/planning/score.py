@@ -206,11 +206,13 @@ def attribute_memory(context: PlanContext, run: Simulation, rank: int, has_activ
     if is_joined(step[0]):  # an Overlap is at its peak as a whole
         at += 1
         step.append(packed.row(rank)[at])
-    missing = _missing_gradients(run, rank, at)
+    missing, freed = _missing_gradients(run, rank, at)
     activations, workspace = resident_levels[at] - (constant - missing), 0.0
     for resident, own, grown in _workspaces(context, run, step):
         activations += min(own, grown) - resident
         workspace += max(0.0, own - grown)
+    activations += min(workspace, freed)
+    workspace -= min(workspace, freed)
     optimizer = state.optimizer_bytes(held, shards)
     gradients = state.sum_bytes(held, shards) - missing
     if shards.rest > 1:
@@ -256,10 +258,11 @@ def _levels(timeline: Timeline, rank: int) -> list[float]:
     return list(memoryview(timeline.memory.during).cast("d")[begin:end])
 
 
-def _missing_gradients(run: Simulation, rank: int, at: int) -> float:
+def _missing_gradients(run: Simulation, rank: int, at: int) -> tuple[float, float]:
     """Bytes of unsharded gradients that are not there at the peak of action `at` of a rank, the last one of its step.
 
     The first B or W of a stage is at its peak when it ends, with all gradients, or before it has any, if it frees more.
+    Second, what it has freed at its peak.
     """
     schedule, costs, num_stages = run.timeline.schedule, run.resident_costs, len(run.stages)
     row, sliced = schedule.packed.row(rank), SliceCosts.of(schedule, costs)
@@ -274,7 +277,9 @@ def _missing_gradients(run: Simulation, rank: int, at: int) -> float:
         freed += released[index] if kind_of(code) == B else stash[index] / schedule.problem.num_weight_parts
     if sum(size[stage] for stage in set(map(stage_of, first))) > freed:
         begun.update(map(stage_of, first))
-    return sum(size[stage] for stage in set(schedule.placement.stages_of(rank)) - begun)
+    else:
+        freed = 0.0
+    return sum(size[stage] for stage in set(schedule.placement.stages_of(rank)) - begun), freed
 
 
 def _full_gradients(run: Simulation, rank: int, at: int) -> float:
