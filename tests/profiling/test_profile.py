@@ -378,6 +378,7 @@ def test_a_run_corrects_the_setting_that_is_named(run, tmp_path):
         (("tiny-qwen3", "--ac", "half"), "activation checkpointing 'half'"),
         (("tiny-qwen3", "--ac", "memory_budget:0.5"), "use --compile"),
         (("tiny-qwen3", "--ranks", "9999"), "too many processes"),
+        (("qwen3-30b-a3b", "--ep", "8"), "--ep 8: a profile measures experts that are not divided; record a step with"),
         (("tiny-qwen3", "-o", "x.txt"), "must end in .json"),
         (("tiny-qwen3", "--layers", "2,2"), "the run that --fit names"),
         (("costs.json",), "pass --fit"),

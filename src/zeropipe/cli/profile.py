@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 
 DEFAULT_SEQUENCE, DEFAULT_DTYPE, DEFAULT_STEPS = 128, "float32", 5
+_RECORD_PHASES = (
+    "record a step with `zeropipe run SCHEDULE --mesh pp=P,dp_shard=N,ep=N --timeline FILE`, whose measured phases are "
+    "costs (--costs FILE)"
+)
 
 
 @opt.command(short_help="Costs of a model's layers, measured on this machine.")
@@ -38,6 +42,7 @@ DEFAULT_SEQUENCE, DEFAULT_DTYPE, DEFAULT_STEPS = 128, "float32", 5
 @opt.dtype
 @opt.compile
 @opt.ac
+@opt.ep
 @opt.steps
 @option(
     "--fit", "fit_files", metavar="FILE", multiple=True,
@@ -70,6 +75,9 @@ def profile(
         raise ConfigError(
             f"--layers {layers}: the layers of the run that --fit names; pass --fit FILE, or leave it out"
         )
+    if values["ep"] not in (None, (1,)):
+        size = ",".join(map(str, values["ep"]))
+        raise ConfigError(f"--ep {size}: a profile measures experts that are not divided; {_RECORD_PHASES}")
     is_first = os.environ.get("RANK", "0") == "0"
     steps = _read_steps(fit_files) if is_first else []  # before measuring, which may take long
     found = _find_costs(model, bool(fit_files), values)
@@ -231,13 +239,17 @@ def _correct(
 
 
 def _describe_messages(costs: LayerCosts) -> str:
-    """Latency and bandwidth of messages, in one line."""
+    """Latency and bandwidth of messages, and what was not measured, in one line."""
     parts = []
+    if costs.link.p2p is None and costs.inter_node.p2p is None:
+        parts.append("messages were not measured: pass --ranks 2 or more")
     for name, link in (("within a machine", costs.link), ("between machines", costs.inter_node)):
         if link.p2p is not None:
             speed = f", {link.bandwidth / 1e9:.3g} GB/s" if link.bandwidth else ""
             parts.append(f"messages {name}: {output.time_text(link.p2p, 's')}{speed}")
-    if parts and costs.sending + costs.receiving > 0:
+    if costs.sending + costs.receiving > 0:
         times = [output.time_text(time, "s") for time in (costs.sending, costs.receiving)]
         parts.append(f"each occupies its sender for {times[0]} and its receiver for {times[1]}")
-    return "; ".join(parts) or "messages were not measured: pass --ranks 2 or more"
+    if any(kind.startswith("experts") for kind in costs.layers):
+        parts.append(f"experts were not divided: for phases with ep, {_RECORD_PHASES}")
+    return "; ".join(parts)
