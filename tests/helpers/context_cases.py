@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,6 +21,7 @@ from zeropipe.core.mesh import DATA_DIMENSIONS
 from zeropipe.core.schedule import Schedule
 from zeropipe.engine import CausalLMLoss, Engine, LogProbabilities, hf_model, hf_stages, parallelize
 from zeropipe.engine.backward import turns
+from zeropipe.engine.blocks import compiling
 from zeropipe.engine.mesh import tp_collectives
 from zeropipe.engine.mesh.cp_attention import SplitAttention, attend
 from zeropipe.engine.mesh.ring_attention import attend_around_ring
@@ -78,6 +81,17 @@ def train_in_turns(*job: Any) -> dict[str, float]:
     with mock.patch.object(tp_collectives, "_finish", noted):
         seen = train_on_cp(*job)
     return seen | {"changes": float(sum({one, other} == {0, 1} for one, other in pairwise(sides)))}
+
+
+def train_in_compiled_turns(backend: str | None, *job: Any) -> dict[str, float]:
+    """`train_in_turns` with compiled blocks. One that ran uncompiled is an error: it would take turns in any case."""
+    warnings.filterwarnings("error", message=".*cannot be compiled")
+    torch._dynamo.reset()
+    with (
+        mock.patch.object(compiling, "inductor_backend", return_value=backend) if backend else nullcontext(),
+        mock.patch.object(compiling, "is_compile_error", return_value=False),
+    ):
+        return train_in_turns(*job)
 
 
 def train_beside(

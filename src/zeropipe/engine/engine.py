@@ -179,7 +179,7 @@ class Engine:
             if stage.blocks is not None:
                 set_blocks(
                     stage.blocks, stage.first_layer, compile=self.options.compile, ac=self.options.ac,
-                    by_schedule=bool(self.schedule.checkpointed),
+                    by_schedule=bool(self.schedule.checkpointed), turns=self.options.overlap == "turns",
                 )  # fmt: skip
             is_last = stage.number == self.schedule.num_stages - 1
             if self.options.fused_head and is_last and setup.find_part([stage.module]) is None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from engine_helpers import TOLERANCE, largest, ranks
 from family_models import IS_OF_TABLE, TABLE, models_table, tiny
+from full_marker import mark_rest_full
 from paths import DOCS
 from stage_models import lm_loss, plain_step, staged_step
 from tensor_cases import config_of, tokens
@@ -128,6 +129,34 @@ def test_forward_and_backward_take_turns_at_exchanges_of_attention(sizes, name, 
     found = ranks(prod(sizes.values())).run(cases.train_in_turns, *job, timeout=280)
     assert all(seen.pop("changes") > 0 for seen in found)
     assert max(largest(found).values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize(
+    "name, mesh, spreading, ac, backend",
+    mark_rest_full(
+        [
+            (*run, ac, backend)
+            for backend in ("aot_eager", None)
+            for ac in ("none", "full", "selective:op")
+            for run in (
+                ("1f1b-overlap", {"pp": 1, "cp": 2}, {"cp_exchange": "heads"}),
+                ("1f1b-overlap", {"pp": 1, "cp": 2}, {"cp_exchange": "gather"}),
+                ("dualpipev", {"pp": 1, "tp": 2}, {}),
+                ("dualpipev", PP_CP, {"cp_exchange": "heads"}),
+            )
+        ],
+        lambda case: case[1:] == ({"pp": 1, "cp": 2}, {"cp_exchange": "heads"}, "full", "aot_eager"),
+    ),
+    ids=str,
+)  # None: inductor
+def test_compiled_blocks_take_turns(name, mesh, spreading, ac, backend):
+    """A collective is one operator of a block's graph, which lets the other side run."""
+    schedule = zp.build(name, ranks=mesh["pp"], microbatches=4)
+    options = {"overlap": "turns", "ac": ac, "compile": True}
+    job = (schedule, mesh, "qwen3", {"num_hidden_layers": 4}, {}, spreading, options, 2)
+    found = ranks(prod(mesh.values())).run(cases.train_in_compiled_turns, backend, *job, timeout=280)
+    assert all(seen.pop("changes") > 0 for seen in found)
+    assert max(largest(found).values()) < 1e-3, found  # norms compute in float32, in another order
 
 
 @pytest.mark.parametrize("exchange", ["heads", pytest.param("gather", marks=pytest.mark.full)])

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from zeropipe.engine.backward.turn_times import DISPATCH, TurnTimes
 
+in_graphs = False  # whether collectives of a compiled graph are turns; read while it is traced
 _current: Turns | None = None  # not thread-local: on CUDA a backward runs on a thread of autograd
 
 
@@ -45,6 +46,17 @@ def pop_computed(address: int) -> Any:
         return None
     (expected, event), _current.computed[_current.running] = _current.computed[_current.running], (0, None)
     return event if expected == address else None
+
+
+@contextmanager
+def taken_in_graphs(taken: bool) -> Iterator[None]:
+    """Whether collectives are turns in graphs that are traced inside."""
+    global in_graphs
+    before, in_graphs = in_graphs, taken
+    try:
+        yield
+    finally:
+        in_graphs = before
 
 
 @contextmanager

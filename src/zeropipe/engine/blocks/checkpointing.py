@@ -64,7 +64,7 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 @functools.cache
 def _expensive_operators() -> frozenset[Any]:
-    """Operators whose results are kept: products, attention, and rows of experts that other processes sent."""
+    """Operators whose results are kept: products, attention, and what other processes sent in exchanges or turns."""
     names = (
         "mm",
         "addmm",
@@ -78,6 +78,9 @@ def _expensive_operators() -> frozenset[Any]:
         "_scaled_dot_product_attention_math",
     )
     found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
-    names = ("grouped_linear", "float8_linear", "exchange", "exchange_counts")
+    names = (
+        "grouped_linear", "float8_linear", "exchange", "exchange_counts", "reduce", "gather", "sum_scatter",
+        "exchange_even",
+    )  # fmt: skip
     own = (getattr(torch.ops.zeropipe, name) for name in names)
     return frozenset([*found, *(op.default for op in own), *torch_attention.OPERATORS])

@@ -12,6 +12,7 @@ from torch import nn
 
 from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.engine.backward.experts import find_divided
+from zeropipe.engine.backward.turns import taken_in_graphs
 from zeropipe.engine.blocks.checkpointing import add_checkpointing, choose_forward
 from zeropipe.engine.torch_private import compile as torch_compile
 from zeropipe.engine.torch_private import tensors as torch_tensors
@@ -33,11 +34,12 @@ def prepare_blocks(stage: nn.Module, *, compile: bool = False, ac: str = "none",
 
 def set_blocks(
     blocks: Iterable[nn.Module], first: int, *, compile: bool = False, ac: str = "none", backend: Any = None,
-    by_schedule: bool = False,
+    by_schedule: bool = False, turns: bool = False,
 ) -> None:  # fmt: skip
     """`prepare_blocks` for some blocks; `first` is the index of the first one in the full model.
 
     `by_schedule`: a block is checkpointed, in full, in the F that the schedule marks: within `checkpointed_blocks`.
+    `turns`: forward and backward take turns at the collectives of compiled blocks, too.
     """
     checkpointing = Checkpointing.parse(ac)
     if checkpointing.mode == "budget" and not compile:
@@ -60,7 +62,7 @@ def set_blocks(
         mode = BY_SCHEDULE if by_schedule else checkpointing.of_layer(first + index)
         block_class = getattr(type(block), "plain_class", type(block))
         block.__class__ = (
-            _variant(block_class, mode, checkpointing.budget, compile, exchanges, backend)
+            _variant(block_class, mode, checkpointing.budget, compile, exchanges, turns, backend)
             if compile or mode != "none"
             else block_class
         )
@@ -68,22 +70,24 @@ def set_blocks(
 
 @functools.cache
 def _variant(
-    block_class: type[nn.Module], mode: str, budget: float | None, compile: bool, exchanges: bool, backend: Any = None
-) -> type:
+    block_class: type[nn.Module], mode: str, budget: float | None, compile: bool, exchanges: bool, turns: bool,
+    backend: Any = None,
+) -> type:  # fmt: skip
     """A subclass with another forward: one per class of blocks, because a compiled graph belongs to its code.
 
-    A block that exchanges rows is recomputed by its forward graph: in a backward graph the compiler could put the
-    recomputed exchanges before or after those of gradients, and all processes must have one order.
+    A block that exchanges rows or takes turns is recomputed by its forward graph: in a backward graph the compiler
+    could put the recomputed exchanges before or after those of gradients, and all processes must have one order.
     """
 
     def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-        return compile_function(forward, block_class.__name__, backend, budget) if compile else forward
+        return compile_function(forward, block_class.__name__, backend, budget, turns) if compile else forward
 
     plain = compiled(block_class.forward) if mode in ("none", BY_SCHEDULE) else None
     forward = plain
     if mode != "none":
         wrapped = "full" if mode == BY_SCHEDULE else mode
-        if compile and wrapped == "full" and (exchanges or not torch_compile.MARKS_REACH_FUNCTIONS):
+        has_order = exchanges or turns
+        if compile and wrapped == "full" and (has_order or not torch_compile.MARKS_REACH_FUNCTIONS):
             torch_tensors.init_gpu()  # inside a checkpoint the compiler must not initialize it
             forward = add_checkpointing(plain or compiled(block_class.forward), wrapped)
         else:
@@ -97,7 +101,9 @@ def _variant(
     )
 
 
-def compile_function(function: Callable[..., Any], name: str, backend: Any = None, budget: float | None = None) -> Any:
+def compile_function(
+    function: Callable[..., Any], name: str, backend: Any = None, budget: float | None = None, turns: bool = False
+) -> Any:
     """Compile a function as one graph; one that cannot be compiled runs as it is, with a warning."""
     compiled = torch.compile(function, fullgraph=True, backend=checked_backend(backend or inductor_backend(budget)))
     has_failed = False
@@ -106,7 +112,8 @@ def compile_function(function: Callable[..., Any], name: str, backend: Any = Non
         nonlocal has_failed
         if not has_failed:
             try:
-                return compiled(*args, **kwargs)
+                with taken_in_graphs(turns):
+                    return compiled(*args, **kwargs)
             except Exception as error:
                 if not is_compile_error(error):
                     raise

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeropipe.engine.backward.turns import turn
+from zeropipe.engine.backward import turns
 from zeropipe.engine.torch_private import comm as torch_comm
 
 
@@ -60,31 +60,93 @@ class TPGroup(NamedTuple):
 
 
 def _finish(pending: Tensor) -> Tensor:
-    """The result of a collective; the other computation of an Overlap runs meanwhile, except in a compiled graph."""
+    """The result of a collective; the other computation of an Overlap runs meanwhile."""
     if not torch.compiler.is_compiling():
-        turn()
+        turns.turn()
     return torch_comm.finish(pending)
+
+
+# In a compiled block that takes turns, a collective is one operator from its start to its end, so that Python runs in
+# between. In others the compiler sees start and end.
+
+
+def _is_operator() -> bool:
+    return torch.compiler.is_compiling() and turns.in_graphs
+
+
+@torch.library.custom_op("zeropipe::reduce", mutates_args=())
+def reduce_op(x: Tensor, operation: str, group: str) -> Tensor:
+    """The "sum" or "max" of x over all ranks."""
+    return _finish(torch_comm.start_reduce(x, operation, group))
+
+
+@reduce_op.register_fake
+def _(x: Tensor, operation: str, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("zeropipe::gather", mutates_args=())
+def gather_op(x: Tensor, size: int, group: str) -> Tensor:
+    """x of all ranks, concatenated along the first dimension."""
+    return _finish(torch_comm.start_gather(x, group))
+
+
+@gather_op.register_fake
+def _(x: Tensor, size: int, group: str) -> Tensor:
+    return x.new_empty(size * x.shape[0], *x.shape[1:])
+
+
+@torch.library.custom_op("zeropipe::sum_scatter", mutates_args=())
+def sum_scatter_op(x: Tensor, size: int, group: str) -> Tensor:
+    """This rank's part, along the first dimension, of the sum of x over all ranks."""
+    return _finish(torch_comm.start_sum_scatter(x, group))
+
+
+@sum_scatter_op.register_fake
+def _(x: Tensor, size: int, group: str) -> Tensor:
+    return x.new_empty(x.shape[0] // size, *x.shape[1:])
+
+
+@torch.library.custom_op("zeropipe::exchange_even", mutates_args=())
+def exchange_even_op(x: Tensor, size: int, group: str) -> Tensor:
+    """x[i] goes to rank i; the result has at i what rank i sent."""
+    even = [1] * size
+    return _finish(torch_comm.start_exchange(x, even, even, group))
+
+
+@exchange_even_op.register_fake
+def _(x: Tensor, size: int, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def all_reduce(x: Tensor, group: TPGroup) -> Tensor:
     """The sum of x over all ranks."""
     if group.name in fake_groups:
         return fake_groups[group.name].all_reduce(x)
-    return _finish(torch_comm.start_reduce(x, "sum", group.name))
+    return _reduce(x, "sum", group)
 
 
 def all_reduce_max(x: Tensor, group: TPGroup) -> Tensor:
     """The elementwise maximum of x over all ranks."""
     if group.name in fake_groups:
         return fake_groups[group.name].all_reduce_max(x)
-    return _finish(torch_comm.start_reduce(x, "max", group.name))
+    return _reduce(x, "max", group)
+
+
+def _reduce(x: Tensor, operation: str, group: TPGroup) -> Tensor:
+    if _is_operator():
+        return reduce_op(x, operation, group.name)
+    return _finish(torch_comm.start_reduce(x, operation, group.name))
 
 
 def all_gather(x: Tensor, dimension: int, group: TPGroup) -> Tensor:
     """The x of all ranks, concatenated along a dimension."""
     if group.name in fake_groups:
         return fake_groups[group.name].all_gather(x, dimension)
-    gathered = _finish(torch_comm.start_gather(x, group.name))
+    if _is_operator():
+        gathered = gather_op(x, group.size, group.name)
+    else:
+        gathered = _finish(torch_comm.start_gather(x, group.name))
     return gathered if dimension == 0 else torch.cat(gathered.chunk(group.size), dimension)
 
 
@@ -97,13 +159,18 @@ def reduce_scatter(x: Tensor, dimension: int, group: TPGroup) -> Tensor:
     """This rank's chunk of the sum of x over all ranks."""
     if group.name in fake_groups:
         return fake_groups[group.name].reduce_scatter(x, dimension, group)
-    return _finish(torch_comm.start_sum_scatter(torch.cat(x.chunk(group.size, dimension)), group.name))
+    parts = torch.cat(x.chunk(group.size, dimension))
+    if _is_operator():
+        return sum_scatter_op(parts, group.size, group.name)
+    return _finish(torch_comm.start_sum_scatter(parts, group.name))
 
 
 def all_to_all(x: Tensor, group: TPGroup) -> Tensor:
     """x[i] goes to rank i; the result has at i what rank i sent."""
     if group.name in fake_groups:
         return fake_groups[group.name].all_to_all(x, group)
+    if _is_operator():
+        return exchange_even_op(x, group.size, group.name)
     even = [1] * group.size
     return _finish(torch_comm.start_exchange(x, even, even, group.name))
 
