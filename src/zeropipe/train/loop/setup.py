@@ -107,7 +107,7 @@ def _build_stages(config: RunConfig, position: RankPosition) -> dict[int, Any]:
         stages, position.mesh, sequence_parallel=config.mesh.sequence_parallel, offload=config.engine.offload,
         dtype=dtype if is_mixed else None, ep=config.mesh.ep, dispatch=config.mesh.dispatch,
         cp_exchange=config.mesh.cp_exchange, shard_cp=config.mesh.shard_cp,
-        sequence=None if config.engine.compile or has_dense_mask(config) else config.data.sequence,
+        sequence=None if is_compiled(config, position.device.type) or has_dense_mask(config) else config.data.sequence,
     )  # fmt: skip
     if config.lora is not None and dtype == torch.bfloat16 and position.device.type == "cuda":
         for stage in stages.values():
