@@ -22,7 +22,7 @@ def early_actions(timeline) -> list[str]:
     spans = {str(span.action): span for rank in range(timeline.num_ranks) for span in timeline.spans(rank)}
     early = []
     for name, span in spans.items():
-        stage, kind, microbatch, _ = span.action
+        stage, kind, microbatch, *_ = span.action
         sources = (f"{stage - 1}F{microbatch}",) if kind.name == "F" else ()
         if kind.name in "BI":
             sources = f"{stage + 1}B{microbatch}", f"{stage + 1}I{microbatch}"

@@ -45,7 +45,9 @@ def test_every_public_name_is_documented(module, api_pages):
 def test_signatures_are_those_of_the_source(api_pages):
     page = api_pages["zeropipe.md"]
     assert "check(what: Schedule | Program) -> None" in page
-    assert "Action(stage: int, kind: Kind, microbatch: int, slice: int | None = None)" in page
+    fields = ("stage: int", "kind: Kind", "microbatch: int", "slice: int | None = None", "checkpointed: bool = False")
+    action = page.partition("## Action\n")[2].partition("```\n")[0]
+    assert [line.strip(" ,") for line in action.splitlines() if ":" in line] == list(fields)
     assert "<factory>" not in page
     assert "ForwardRef" not in page
 

@@ -7,6 +7,7 @@ slice_costs    the costs of the slices of a microbatch
 tables         costs as arrays, for the kernels
 simulate       Schedule + Costs -> Timeline
 fill           run weight gradients in idle time
+gathered       the memory of a pass whose blocks are gathered one by one
 overlaps       make Overlaps of neighbouring F and B
 offload        place OFFLOAD and RELOAD
 checkpointing  choose the F that are checkpointed
