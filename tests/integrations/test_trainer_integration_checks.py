@@ -1,6 +1,8 @@
 """zeropipe.integrations.trainer without TRL: what is refused, batches and losses. Training is in tests/integrations."""
 
+import dataclasses
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,13 @@ from zeropipe.integrations.trainer.losses import TokenLoss
 from zeropipe.integrations.trainer.preferences import WEIGHT, count_tokens, divide_pairs, inputs_of, keep_pairs
 from zeropipe.integrations.trainer.scores import score, score_tokens
 from zeropipe.integrations.trainer.settings import PipelineSettings
+
+# transformers renamed it
+CHECKPOINTING = min(
+    field.name
+    for field in dataclasses.fields(transformers.TrainingArguments)
+    if field.name in ("activation_checkpointing", "gradient_checkpointing")
+)
 
 
 def arguments(tmp_path, **changes):
@@ -81,8 +90,8 @@ def test_a_step_of_ones_own_is_refused():
         ({"debug": "underflow_overflow"}, "debug="),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),
-        ({"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}, "offload"),
-        ({"activation_checkpointing": True, "activation_checkpointing_kwargs": {"context_fn": 1}}, "context_fn"),
+        ({CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"offload": True}}, "offload"),
+        ({CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"context_fn": 1}}, "context_fn"),
         ({"torch_compile_backend": "eager"}, "stages are compiled by inductor"),
         ({"torch_compile_mode": "max-autotune"}, "in the default mode"),
     ],
@@ -115,9 +124,17 @@ def test_arguments_become_options_of_the_engine(tmp_path):
         ({"every_n_layers": 3}, "selective:3"),
         ({"selective": True}, "selective:op"),
     ):
-        args = arguments(tmp_path, activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
+        args = arguments(tmp_path, **{CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": kwargs})
         assert engine_options(args, settings())["ac"] == ac
         assert engine_options(args, settings(ac="none"))["ac"] == "none"
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_checkpointing_has_the_name_of_any_version_of_transformers(name):
+    args = SimpleNamespace(torch_compile=False, **{name: True, f"{name}_kwargs": {"every_n_layers": 2}})
+    assert engine_options(args, settings())["ac"] == "selective:2"
+    setattr(args, name, False)
+    assert engine_options(args, settings())["ac"] == "none"
 
 
 def test_microbatches_divide_batches(tmp_path):

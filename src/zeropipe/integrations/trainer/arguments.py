@@ -144,15 +144,17 @@ def engine_options(args: Any, settings: PipelineSettings) -> dict[str, Any]:
 
 def _checkpointing_of(args: Any) -> str:
     """The Engine's `ac` for the arguments of activation checkpointing."""
-    if not args.activation_checkpointing:
+    # what transformers called it before
+    name = "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+    if not getattr(args, name):
         return "none"
-    kwargs = dict(args.activation_checkpointing_kwargs or {})
+    kwargs = dict(getattr(args, f"{name}_kwargs") or {})
     if kwargs.pop("offload", False):
-        raise ConfigError("activation_checkpointing_kwargs with offload: the Engine keeps activations where they are")
+        raise ConfigError(f"{name}_kwargs with offload: the Engine keeps activations where they are")
     every, selective = kwargs.pop("every_n_layers", 1), kwargs.pop("selective", False)
     kwargs.pop("use_reentrant", None)  # the same result
     if kwargs:
-        raise ConfigError(f"activation_checkpointing_kwargs has {', '.join(sorted(kwargs))}: must be left out")
+        raise ConfigError(f"{name}_kwargs has {', '.join(sorted(kwargs))}: must be left out")
     if selective:
         return "selective:op"
     return "full" if every == 1 else f"selective:{every}"
