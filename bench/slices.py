@@ -1,8 +1,8 @@
 """Peak memory and time of a step against tokens, with and without slices: `python bench/slices.py` on one GPU.
 
 Few layers with the shapes of Qwen3-8B, full checkpointing, one sequence per step: whole, and in slices (seq1f1b). Loss
-and gradient norm must be those of the whole. Beside the measured peak of a step, without weights and gradients, is that
-of `train --dry-run` for the same run: activations and workspace. `--lora` freezes all weights but an adapter's.
+and gradient norm must be those of the whole. Beside the measured peak of a step, without weights, is that of `train
+--dry-run` for the same run: gradients, activations and workspace. `--lora` freezes all weights but an adapter's.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ def run(tokens: int, slices: int, layers: int, ac: str, steps: int, lora: bool) 
     if lora:
         compute_adapters_in(stages[0], dtype)
     with Engine(schedule, stages, device=device, ac=ac) as engine:
-        for _ in range(1 + steps):  # the first one allocates gradients
+        for _ in range(1 + steps):
             for parameter in engine.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.zero_()
+                parameter.grad = None
             if GPU:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
@@ -74,7 +73,7 @@ def adapter_config() -> Any:
 
 
 def predict(tokens: int, slices: int, layers: int, ac: str, lora: bool) -> float:
-    """The bytes of activations and workspace of such a step by `train --dry-run`."""
+    """The bytes of gradients, activations and workspace of such a step by `train --dry-run`."""
     with tempfile.TemporaryDirectory() as folder:
         length = {"max_position_embeddings": tokens}
         shapes = {"model_type": "qwen3", **SHAPES, **length, "num_hidden_layers": layers, "tie_word_embeddings": False}
@@ -82,14 +81,14 @@ def predict(tokens: int, slices: int, layers: int, ac: str, lora: bool) -> float
         config = {
             "model": {"path": folder, "dtype": "bfloat16" if GPU else "float32"},
             "schedule": {"name": "seq1f1b", "slices": slices, "costs": "h200"},
-            "engine": {"ac": ac},
+            "engine": {"ac": ac, "compile": False},
             "data": {"kind": "synthetic", "sequence": tokens, "batch": 1, "microbatch": 1},
             "optimizer": {"master_weights": False},
             "train": {"steps": 1},
         }
         adapter = {"lora": {"rank": RANK}} if lora else {}
         memory = preview(validate(config | adapter, {}, "this benchmark")).ranks[0].memory
-    return float(memory["activations"] + memory["workspace"])
+    return float(memory["gradients"] + memory["activations"] + memory["workspace"])
 
 
 def main() -> None:

@@ -15,16 +15,17 @@ from zeropipe.core.needs import build_dependencies, key_action, needs
 from zeropipe.core.packed import decode, encode, pack, unpack
 from zeropipe.core.placement import match_placement
 
+MORE = (st.integers(0, 2**40), st.none(), st.just(False))  # microbatch, slice, checkpointed
 actions = st.one_of(
-    st.builds(Action, st.integers(0, 65535), st.sampled_from(sorted(COMPUTE | COMM)), st.integers(0, 2**40), st.none()),
-    st.builds(Action, st.integers(0, 65535), st.sampled_from(sorted(SHARDING)), st.just(0), st.none()),
+    st.builds(Action, st.integers(0, 65535), st.sampled_from(sorted(COMPUTE | COMM)), *MORE),
+    st.builds(Action, st.integers(0, 65535), st.sampled_from(sorted(SHARDING)), st.just(0), *MORE[1:]),
 )
 steps = st.one_of(
     actions,
     st.builds(
         Overlap,
-        st.builds(Action, st.integers(0, 65535), st.just(Kind.F), st.integers(0, 2**40), st.none()),
-        st.builds(Action, st.integers(0, 65535), st.sampled_from([Kind.B, Kind.I]), st.integers(0, 2**40), st.none()),
+        st.builds(Action, st.integers(0, 65535), st.just(Kind.F), *MORE),
+        st.builds(Action, st.integers(0, 65535), st.sampled_from([Kind.B, Kind.I]), *MORE),
     ),
 )
 

@@ -79,15 +79,16 @@ def test_what_a_forward_needs_is_beside_what_later_layers_keep():
     assert costs.f_workspace == (6, 6 - 1)
 
 
-def test_a_slice_has_its_share_of_workspaces_and_what_does_not_shrink():
-    """Keys for all heads are of all tokens up to its end; chunks of logits are as large as those of whole sequences."""
+@pytest.mark.parametrize(("chunks", "chunk"), [(4.0, 10), (1.0, 10 / 2)])
+def test_a_slice_has_its_share_of_workspaces_and_what_does_not_shrink(chunks, chunk):
+    """Keys for all heads are of all tokens up to its end; chunks of logits are not smaller, but for the slice."""
     layer = LayerCost(1, 1, 1, workspace=20, f_workspace=4, keys=1, repeated_keys=6, attention_workspace=10)
-    head = LayerCost(1, 1, 1, f_workspace=12, chunk_workspace=10)
+    head = LayerCost(1, 1, 1, f_workspace=12, chunk_workspace=10, chunks=chunks)
     kinds = (Setting({"x": layer, "y": head}),)
     costs = LayerCosts("toy", "profile", ("x", "x"), kinds, before=(), after=("y",))
     whole, halves = costs.costs((1, 1)), costs.costs((1, 1), slice_shares=(0.5, 0.5))
     assert (whole.f_workspace, whole.workspace) == ((4, 12), (20, 20))
-    assert [0.5 * size for size in halves.f_workspace] == [4 / 2 + 6, 2 / 2 + 10]
+    assert [0.5 * size for size in halves.f_workspace] == [4 / 2 + 6, max(4 / 2 + 6, 2 / 2 + chunk)]
     assert 0.5 * halves.workspace[0] == max(20 / 2 + 6, 10 / 2 + 2 * 6)
 
 

@@ -47,7 +47,7 @@ def fuse(head: Head, sizes: Sizes, is_compiled: bool) -> dict[str, list[Op]]:
     in_w = [
         replace(product, back=0.0, kept=(kept, kept), stash=kept, gradient=0.0), again,
         replace(passes, workspace=_both(temporary + (0.0 if is_trained else hidden + chunk)),
-            chunk=temporary + (0.0 if is_trained else chunk)),
+            chunk=temporary + (0.0 if is_trained else chunk), chunks=sizes.tokens / rows),
     ]  # fmt: skip
     rest = [op for index, op in enumerate(ops) if index != at]
     if not is_trained:
@@ -55,7 +55,8 @@ def fuse(head: Head, sizes: Sizes, is_compiled: bool) -> dict[str, list[Op]]:
     in_f = [
         replace(product, back=0.0, kept=(0.0, 0.0), stash=0.0, gradient=0.0, deferred=False), again,
         replace(again, name="head_weight", kept=(0.0, 0.0)),
-        replace(passes, workspace=_both(temporary + hidden + chunk), chunk=temporary + chunk),
+        replace(passes, workspace=_both(temporary + hidden + chunk), chunk=temporary + chunk,
+            chunks=sizes.tokens / rows),
     ]  # fmt: skip
     return {HEAD: [*rest, *in_w], FULL_HEAD: [*rest, *in_f]}
 

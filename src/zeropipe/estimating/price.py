@@ -131,6 +131,7 @@ def _price_attention(ops: Sequence[Op], pricing: Pricing, checkpointing: Checkpo
     workspaces = [sum(op.kept[0] for op in ops[: at + 1]) + ops[at].gradient for at, op in enumerate(ops) if op.keys]
     return {
         "attention_workspace": max(workspaces, default=0.0), "chunk_workspace": sum(op.chunk for op in ops),
+        "chunks": max((op.chunks for op in ops), default=0.0),
         "f_attention": forward, "i_attention": sum(map(pricing.i_seconds, attending)) + forward,
         "keys": sum(op.keys for op in attending), "repeated_keys": max((op.repeated for op in attending), default=0.0),
     }  # fmt: skip

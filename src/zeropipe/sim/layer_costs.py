@@ -47,8 +47,8 @@ class LayerCost:
     computations. Of a layer that can run in slices of sequences, `f_attention` and
     `i_attention` are the parts of f and i that are attention, `keys` the bytes of keys and values, `repeated_keys`
     those of a copy for all heads that a slice after the first makes while it runs, `attention_workspace` that of the
-    backward of attention, and `chunk_workspace` what of `f_workspace` is of one chunk of logits. `spread` has relative
-    errors of measured times, by name.
+    backward of attention, and `chunk_workspace` what of `f_workspace` is of one of its `chunks` of logits. `spread` has
+    relative errors of measured times, by name.
     """
 
     f: float
@@ -77,6 +77,7 @@ class LayerCost:
     repeated_keys: float = 0.0
     attention_workspace: float = 0.0
     chunk_workspace: float = 0.0
+    chunks: float = 0.0
     spread: Mapping[str, float] = field(default_factory=lambda: NO_SPREAD)
 
     @property
@@ -652,10 +653,11 @@ def _slice_workspaces(layer: LayerCost, shares: Sequence[float]) -> LayerCost:
     """The layer with workspaces of which the share of each slice is enough for it.
 
     A slice has the keys of all tokens up to its end for all heads, and the gradients of these in the backward of
-    attention, when what later operators keep is gone; chunks of logits are as large as those of whole sequences.
+    attention, when what later operators keep is gone; its chunks of logits are as large as those of whole sequences, or
+    the slice.
     """
     keys = layer.repeated_keys * max(end / share for end, share in zip(accumulate(shares), shares, strict=True))
-    chunk = layer.chunk_workspace * (1 / min(shares) - 1)
+    chunk = layer.chunk_workspace * (min(1 / min(shares), max(1.0, layer.chunks)) - 1)
     return replace(
         layer, f_workspace=layer.f_workspace + keys + chunk,
         workspace=max(layer.workspace + keys, layer.attention_workspace + 2 * keys),

@@ -33,7 +33,7 @@ _MIN_COUNTS = {
 }
 _OPTIONAL = (  # fields of a layer that are written if they are not 0
     "experts", "f_exchange", "i_exchange", "f_beside", "i_beside", "f_workspace", "f_attention", "i_attention",
-    "keys", "repeated_keys", "attention_workspace", "chunk_workspace",
+    "keys", "repeated_keys", "attention_workspace", "chunk_workspace", "chunks",
 )  # fmt: skip
 _MAX_COUNT = 10**18
 _MIN_NUMBER, _MAX_NUMBER = 1e-30, 1e30  # of a number that is not 0

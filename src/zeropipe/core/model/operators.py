@@ -47,6 +47,7 @@ class Op:
     repeated: float = 0.0  # a copy of these for all heads, which a slice after the first makes
     workspace: tuple[float, float] = (0.0, 0.0)  # that F needs only while it runs
     chunk: float = 0.0  # the part of it that is of a chunk of logits, uncompiled
+    chunks: float = 0.0  # of logits, which F computes one after the other
     kernels: tuple[int, int] = (0, 0)  # that F launches, if they are counted
     routed: bool = False
     divided: int = 0  # parameters of experts, which ep divides
