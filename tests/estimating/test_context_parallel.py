@@ -84,12 +84,12 @@ def test_a_ring_hides_its_messages_behind_attention():
     assert plain.f_exchange == 2 * elements == gathered.settings[0].kinds["dense"].f_exchange
     assert plain.i_exchange == pytest.approx(2 * elements + 4 * elements * 16 / 15)
     assert full.i_exchange == pytest.approx(plain.i_exchange + plain.f_exchange)
-    assert full.i_beside == pytest.approx(plain.i_beside + plain.f_beside)
+    assert full.i_hidden == pytest.approx(plain.i_hidden + plain.f_hidden)
     priced = costs.price_exchanges(costs.settings[0]).kinds["dense"]
     assert priced.f_exchange == priced.i_exchange == 0, "attention takes longer"
     slow = replace(costs, inter_node=costs.inter_node._replace(bandwidth=NETWORK / 10))
     exposed = slow.price_exchanges(costs.settings[0]).kinds["dense"]
-    assert exposed.f_exchange == pytest.approx(plain.f_exchange * 15 / 16 / (NETWORK / 10) - plain.f_beside)
+    assert exposed.f_exchange == pytest.approx(plain.f_exchange * 15 / 16 / (NETWORK / 10) - plain.f_hidden)
     assert exposed.f == pytest.approx(plain.f + exposed.f_exchange)
 
 

@@ -491,8 +491,8 @@ class Engine:
         find_targets: FindTargets | None = None,
     ) -> None:
         update_hooks(self._deferred)
-        keeps_copies = keep_copies(self._deferred, not self.options.regather)
-        with keeps_copies, self._comm.status.executing(executor):
+        converts = self.options.float8 != "none" and not self.options.regather
+        with keep_copies(self._deferred if converts else ()), self._comm.status.executing(executor):
             executor.run(microbatches, step.kinds, finish, on_input, find_targets)
 
     def _begin_recording(self) -> None:

@@ -95,9 +95,9 @@ def _can_convert(name: str, layer: Any) -> bool:
 
 
 @contextmanager
-def keep_copies(layers: Iterable[Any], keeps: bool) -> Iterator[None]:
+def keep_copies(layers: Iterable[Any]) -> Iterator[None]:
     """Context manager: convert each weight to float8 once, not in every F and I; weights must not change inside."""
-    own = [layer for layer in layers if keeps and getattr(layer, "float8", "none") != "none"]
+    own = [layer for layer in layers if getattr(layer, "float8", "none") != "none"]
     for layer in own:
         layer.copies = {}
     try:

@@ -269,7 +269,7 @@ def _attend_around_ring(layer: Layer, sizes: Sizes, heads: int, qk: int, v: int,
         Op(
             "exchange", exchanged=round_trip, exchanged_back=backward, moved=(20 * merged, 20 * merged),
             moved_back=(sizes.tokens * heads * qk + 2 * own_keys) * 12.0 * sizes.cp,
-            beside=(sizes.cp - 1) / sizes.cp,
+            hides=(sizes.cp - 1) / sizes.cp,
         ),
     ]  # fmt: skip
 

@@ -98,12 +98,12 @@ def price_layer(
     )  # fmt: skip
     parts = sum(op.exchanged for op in ops)
     parts_back = sum(op.exchanged if op.exchanged_back is None else op.exchanged_back for op in ops)
-    beside = _attention_beside(ops, pricing, checkpointing)
+    hidden = _hidden_seconds(ops, pricing, checkpointing)
     attention = _price_attention(ops, pricing, checkpointing)
     return LayerCost(
         f=times.f, i=times.i, w=times.w, f_exchange=parts,
         i_exchange=parts_back + (0.0 if checkpointing.mode == "none" else parts),  # checkpointing exchanges once more
-        f_beside=beside.f, i_beside=beside.i,
+        f_hidden=hidden.f, i_hidden=hidden.i,
         activation=held, stash=sum(op.stash for op in ops), workspace=recomputed + gradients,
         f_workspace=sum(op.workspace[pricing.compile] for op in ops)
         + (_forward_workspace(ops, pricing, checkpointing) if is_block else 0.0),
@@ -114,9 +114,9 @@ def price_layer(
     )  # fmt: skip
 
 
-def _attention_beside(ops: Sequence[Op], pricing: Pricing, checkpointing: Checkpointing) -> PhaseTimes:
-    """The seconds of attention beside which exchanges over `cp` are under way."""
-    part = max((op.beside for op in ops), default=0.0)
+def _hidden_seconds(ops: Sequence[Op], pricing: Pricing, checkpointing: Checkpointing) -> PhaseTimes:
+    """The seconds of exchanges over `cp` that attention can hide."""
+    part = max((op.hides for op in ops), default=0.0)
     attending = [op for op in ops if op.attention and part]
     forward, backward = (sum(map(seconds, attending)) for seconds in (pricing.f_seconds, pricing.i_seconds))
     return PhaseTimes(part * forward, part * (backward + (forward if checkpointing.mode == "full" else 0.0)))

@@ -30,7 +30,7 @@ from zeropipe.sim.slice_costs import SliceCosts
 Key = tuple[int, int]  # stage, and microbatch as in a code
 
 
-class Stay(NamedTuple):
+class Lifetime(NamedTuple):
     """The activations of an F that could be checkpointed, from its step to that of its backward."""
 
     key: Key
@@ -46,7 +46,7 @@ class Stay(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, int]:
-        """The stays with the highest one are marked first."""
+        """The lifetimes with the highest one are marked first."""
         return (self.saved / self.recompute if self.recompute else inf, self.backward)
 
 
@@ -74,8 +74,8 @@ def _rebuild(again: Callable[[int], Schedule], costs: Costs, num_microbatches: i
 
 def _choose(plain: Schedule, costs: Costs, limit: float) -> frozenset[Key]:
     """The marks of all ranks; ConfigError if all F that can be marked are not enough."""
-    stays = _Stays(plain, costs)
-    every = frozenset(stay.key for rank in range(plain.num_ranks) for stay in stays.of(rank))
+    lifetimes = _Lifetimes(plain, costs)
+    every = frozenset(lifetime.key for rank in range(plain.num_ranks) for lifetime in lifetimes.of(rank))
     chosen: frozenset[Key] = NO_MARKS
     while True:
         timeline = simulate(replace(plain, checkpointed=chosen), costs)
@@ -86,8 +86,8 @@ def _choose(plain: Schedule, costs: Costs, limit: float) -> frozenset[Key]:
             _require_fit(plain, costs, every, limit)
         more: set[Key] = set()
         for rank in over:
-            others = [stay for stay in stays.of(rank) if stay.key not in chosen]
-            more |= {stay.key for stay in _mark(*_levels(timeline, rank), others, limit)}
+            others = [lifetime for lifetime in lifetimes.of(rank) if lifetime.key not in chosen]
+            more |= {lifetime.key for lifetime in _mark(*_levels(timeline, rank), others, limit)}
         chosen = chosen | more if more else every  # which is known to fit
 
 
@@ -102,8 +102,8 @@ def _require_fit(plain: Schedule, costs: Costs, every: frozenset[Key], limit: fl
             )
 
 
-class _Stays:
-    """The stays of each rank for which a mark saves memory. What is copied to the host is not checkpointed."""
+class _Lifetimes:
+    """The lifetimes of each rank for which a mark saves memory. What is copied to the host is not checkpointed."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._schedule = schedule
@@ -120,10 +120,10 @@ class _Stays:
         offloading = () if schedule.offloading is None else schedule.offloading.view
         self._copied = {(stage_of(code), microbatch_of(code)) for code in offloading if kind_of(code) == OFFLOAD}
 
-    def of(self, rank: int) -> list[Stay]:
+    def of(self, rank: int) -> list[Lifetime]:
         """In the order of F."""
         forwards: dict[Key, int] = {}
-        found: list[Stay] = []
+        found: list[Lifetime] = []
         step = 0
         for code in self._schedule.packed.row(rank):
             kind, key = kind_of(code), (stage_of(code), microbatch_of(code))
@@ -132,9 +132,9 @@ class _Stays:
                 forwards[key] = step
             elif kind in (B, I) and self._saved[row] > 0 and key not in self._copied:
                 added, recompute = self._added[kind][row], self._recompute[kind][row]
-                found.append(Stay(key, forwards[key], step, self._saved[row], added, recompute))
+                found.append(Lifetime(key, forwards[key], step, self._saved[row], added, recompute))
             step += not is_joined(code)
-        return sorted(found, key=lambda stay: stay.forward)
+        return sorted(found, key=lambda lifetime: lifetime.forward)
 
 
 def _differences(ones: Sequence[float], others: Sequence[float]) -> list[float]:
@@ -149,54 +149,56 @@ def _levels(timeline: Timeline, rank: int) -> tuple[list[float], list[float]]:
     return [during for during, _ in steps], [after for _, after in steps]
 
 
-def _mark(during: list[float], after: list[float], stays: Sequence[Stay], limit: float) -> list[Stay]:
-    """The stays whose marks keep all steps within the limit. Changes the levels."""
-    marked = _sweep(during, after, stays, limit)
+def _mark(during: list[float], after: list[float], lifetimes: Sequence[Lifetime], limit: float) -> list[Lifetime]:
+    """The lifetimes whose marks keep all steps within the limit. Changes the levels."""
+    marked = _sweep(during, after, lifetimes, limit)
     if marked is None:  # a mark also adds to the memory of its backward: mark all, and remove what is not needed
-        marked = list(stays)
-    needed = sorted(marked, key=lambda stay: -stay.recompute)
+        marked = list(lifetimes)
+    needed = sorted(marked, key=lambda lifetime: -lifetime.recompute)
     num_before = -1
     while len(needed) != num_before:  # what is removed may make room for the backward of another one
         num_before = len(needed)
-        needed = [stay for stay in needed if not _unmark(during, after, stay, limit)]
+        needed = [lifetime for lifetime in needed if not _unmark(during, after, lifetime, limit)]
     return needed
 
 
-def _unmark(during: list[float], after: list[float], stay: Stay, limit: float) -> bool:
-    """Unmark a stay if all steps stay within the limit without."""
-    _change(during, after, stay, 1)
-    fits = max(*during[stay.forward : stay.backward + 1], *after[stay.forward : stay.backward]) <= limit
+def _unmark(during: list[float], after: list[float], lifetime: Lifetime, limit: float) -> bool:
+    """Unmark a lifetime if all steps stay within the limit without."""
+    _change(during, after, lifetime, 1)
+    fits = max(*during[lifetime.forward : lifetime.backward + 1], *after[lifetime.forward : lifetime.backward]) <= limit
     if not fits:
-        _change(during, after, stay, -1)
+        _change(during, after, lifetime, -1)
     return fits
 
 
-def _sweep(during: list[float], after: list[float], stays: Sequence[Stay], limit: float) -> list[Stay] | None:
-    """Mark stays where a step is over the limit; None, with all of them marked, if the best ones do not suffice."""
-    starting: dict[int, list[Stay]] = defaultdict(list)
-    for stay in stays:
-        starting[stay.forward].append(stay)
-    marked: list[Stay] = []
-    there: list[Stay] = []
+def _sweep(
+    during: list[float], after: list[float], lifetimes: Sequence[Lifetime], limit: float
+) -> list[Lifetime] | None:
+    """Mark lifetimes where a step is over the limit; None, with all of them marked, if the best ones do not suffice."""
+    starting: dict[int, list[Lifetime]] = defaultdict(list)
+    for lifetime in lifetimes:
+        starting[lifetime.forward].append(lifetime)
+    marked: list[Lifetime] = []
+    there: list[Lifetime] = []
     for step in range(len(during)):
         there += starting[step]
         while max(during[step], after[step]) > limit:
-            useful = [stay for stay in there if stay.effect(step) > 0]
+            useful = [lifetime for lifetime in there if lifetime.effect(step) > 0]
             if not useful:
-                for stay in set(stays).difference(marked):
-                    _change(during, after, stay, -1)
+                for lifetime in set(lifetimes).difference(marked):
+                    _change(during, after, lifetime, -1)
                 return None
-            best = max(useful, key=lambda stay: stay.rank)
+            best = max(useful, key=lambda lifetime: lifetime.rank)
             there.remove(best)
             marked.append(best)
             _change(during, after, best, -1)
-        there = [stay for stay in there if stay.backward > step]
+        there = [lifetime for lifetime in there if lifetime.backward > step]
     return marked
 
 
-def _change(during: list[float], after: list[float], stay: Stay, sign: int) -> None:
-    """Unmark a stay (sign 1), or mark it (-1)."""
-    for step in range(stay.forward, stay.backward + 1):
-        during[step] += sign * stay.effect(step)
-    for step in range(stay.forward, stay.backward):
-        after[step] += sign * stay.saved
+def _change(during: list[float], after: list[float], lifetime: Lifetime, sign: int) -> None:
+    """Unmark a lifetime (sign 1), or mark it (-1)."""
+    for step in range(lifetime.forward, lifetime.backward + 1):
+        during[step] += sign * lifetime.effect(step)
+    for step in range(lifetime.forward, lifetime.backward):
+        after[step] += sign * lifetime.saved

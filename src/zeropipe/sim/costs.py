@@ -547,7 +547,7 @@ def _parse_per_stage(name: str, value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
         is_plain = value and all(type(number) is float for number in value)
         if is_plain and min(value) >= 0 and sum(value) <= float_info.max:
-            return tuple(value)  # at once, as plans make many; the sum of a nan is one
+            return tuple(value)  # at once, as plans make many; a nan makes the sum nan
         return tuple(_require_number(name, to_python(number)) for number in value)
     if not isinstance(value, StageTable):
         _require_number(name, value)

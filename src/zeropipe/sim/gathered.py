@@ -1,4 +1,4 @@
-"""The most memory that a pass over a stage needs whose blocks are gathered one by one."""
+"""The most memory that a pass over a stage needs; its blocks are gathered before it, or one by one."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class GatheredPeaks(NamedTuple):
     i: GatheredPeak
 
 
-def gathered_peaks(layers: Sequence[Layer], blocks: Sequence[int], message: float) -> GatheredPeaks:
+def gathered_peaks(layers: Sequence[Layer], blocks: Sequence[int] = (), message: float = 0.0) -> GatheredPeaks:
     """The peaks of a stage with these layers, of which `blocks` are gathered one by one, each in a message.
 
     A pass has one block and the message of the next one. Where it enters a block, its own message is there too; while
-    the last one runs, there is no next one. B and I begin with the last layer; what that frees is there for the others,
-    but of an I the stash remains.
+    the last one runs, there is no next one. F does not have all that it keeps before the last layer. B and I begin with
+    the last layer; what that frees is there for the others, but of an I the stash remains, which may be larger.
     """
     following = message if len(blocks) > 1 else 0.0
     most = max((layer.activation for layer in layers), default=0.0)

@@ -43,7 +43,7 @@ class LayerCost:
     with frozen weights, which have no W.
     Of divided experts, `experts` are the parameters that this GPU has, and `phases` the phases of the layer. Dispatch
     and combine are bytes there, and not in f and i: `with_exchanges` makes them seconds. So are `f_exchange` and
-    `i_exchange`, what attention gets over `cp`, of which as many seconds as `f_beside` and `i_beside` are hidden by
+    `i_exchange`, what attention gets over `cp`, of which as many seconds as `f_hidden` and `i_hidden` are hidden by
     computations. Of a layer that can run in slices of sequences, `f_attention` and
     `i_attention` are the parts of f and i that are attention, `keys` the bytes of keys and values, `repeated_keys`
     those of a copy for all heads that a slice after the first makes while it runs, `attention_workspace` that of the
@@ -69,8 +69,8 @@ class LayerCost:
     experts: int = 0
     f_exchange: float = 0.0
     i_exchange: float = 0.0
-    f_beside: float = 0.0
-    i_beside: float = 0.0
+    f_hidden: float = 0.0
+    i_hidden: float = 0.0
     f_attention: float = 0.0
     i_attention: float = 0.0
     keys: float = 0.0
@@ -100,8 +100,8 @@ class LayerCost:
     def with_exchanges(self, bandwidths: Bandwidths) -> LayerCost:
         """The layer with seconds of its exchanges; those of attention are part of the phase `attention`."""
         parts = PhaseTimes(
-            max(0.0, self.f_exchange / bandwidths.parts - self.f_beside),
-            max(0.0, self.i_exchange / bandwidths.parts - self.i_beside),
+            max(0.0, self.f_exchange / bandwidths.parts - self.f_hidden),
+            max(0.0, self.i_exchange / bandwidths.parts - self.i_hidden),
         )
         f, i, phases = self.f + parts.f, self.i + parts.i, self.phases
         if phases is not None:
@@ -444,10 +444,11 @@ class LayerCosts:
         if len(slice_shares) > 1:
             more |= self._slicing(stages, slice_shares)
             stages = [[_slice_workspaces(layer, slice_shares) for layer in stage] for stage in stages]
-        workspaces = _workspaces(stages)
         if gather == "regather":
             peaks = self.gathered_peaks(counts, chosen, ac, shards, slice_shares)
-            workspaces = [[getattr(stage, name).total for stage in peaks] for name in GatheredPeaks._fields]
+        else:
+            peaks = [gathered_peaks(stage) for stage in stages]
+        workspaces = [[getattr(stage, name).total for stage in peaks] for name in GatheredPeaks._fields]
         return Costs(
             f=_sums(stages, lambda layer: layer.f, forward), i=_sums(stages, lambda layer: layer.i, backward),
             w=_sums(stages, lambda layer: layer.w), b=_sums(stages, lambda layer: layer.full_backward, backward),
@@ -628,27 +629,6 @@ def _transfer_seconds(sizes: Sequence[float], bandwidths: Sequence[float | None]
     return sum(size / bandwidth if bandwidth else 0.0 for size, bandwidth in zip(sizes, bandwidths, strict=True))
 
 
-def _workspace(layers: Sequence[LayerCost], is_split: bool) -> float:
-    """The memory that a backward of a stage needs beside what it had before.
-
-    It begins with the last layer, and what that frees is there for the others. Of a split backward the stash remains,
-    which may be larger than what was there.
-    """
-    largest = level = 0.0
-    for layer in reversed(layers):
-        largest = max(largest, level + layer.workspace)
-        level += (layer.stash if is_split else 0.0) - layer.activation
-    return largest
-
-
-def _workspaces(stages: Sequence[Sequence[LayerCost]]) -> list[list[float]]:
-    """The workspace of F, of B and of I of each stage."""
-    return [
-        list(map(_forward_workspace, stages)),
-        *([_workspace(stage, is_split=is_split) for stage in stages] for is_split in (False, True)),
-    ]
-
-
 def _slice_workspaces(layer: LayerCost, shares: Sequence[float]) -> LayerCost:
     """The layer with workspaces of which the share of each slice is enough for it.
 
@@ -662,15 +642,6 @@ def _slice_workspaces(layer: LayerCost, shares: Sequence[float]) -> LayerCost:
         layer, f_workspace=layer.f_workspace + keys + chunk,
         workspace=max(layer.workspace + keys, layer.attention_workspace + 2 * keys),
     )  # fmt: skip
-
-
-def _forward_workspace(layers: Sequence[LayerCost]) -> float:
-    """The memory that F of a stage needs beside what it keeps: not all of that is there before the last layer."""
-    largest = later = 0.0
-    for layer in reversed(layers):
-        largest = max(largest, layer.f_workspace - later)
-        later += layer.activation
-    return largest
 
 
 def _held_stages(placement: Placement | None, num_stages: int) -> list[tuple[int, ...]]:

@@ -32,7 +32,7 @@ _MIN_COUNTS = {
     "experts": 0,
 }
 _OPTIONAL = (  # fields of a layer that are written if they are not 0
-    "experts", "f_exchange", "i_exchange", "f_beside", "i_beside", "f_workspace", "f_attention", "i_attention",
+    "experts", "f_exchange", "i_exchange", "f_hidden", "i_hidden", "f_workspace", "f_attention", "i_attention",
     "keys", "repeated_keys", "attention_workspace", "chunk_workspace", "chunks",
 )  # fmt: skip
 _MAX_COUNT = 10**18

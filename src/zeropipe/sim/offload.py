@@ -24,7 +24,7 @@ from zeropipe.sim.costs import OFFLOAD_COLUMNS, Costs, require_stage_costs
 from zeropipe.sim.simulate import simulate
 
 
-class Stay(NamedTuple):
+class Lifetime(NamedTuple):
     """The activations of a microbatch in a stage, from F to the backward."""
 
     stage: int
@@ -36,9 +36,9 @@ class Stay(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """A stay whose activations go to the host. The RELOAD is before step `reload`."""
+    """A lifetime whose activations go to the host. The RELOAD is before step `reload`."""
 
-    stay: Stay
+    lifetime: Lifetime
     reload: int
     start: float  # of the RELOAD
 
@@ -128,7 +128,7 @@ class _Lane:
 
 
 class _Rank:
-    """The stays of one rank in the order in which they are chosen: those whose copies hide, then the others."""
+    """The lifetimes of one rank in the order in which they are chosen: those whose copies hide, then the others."""
 
     def __init__(self, timeline: Timeline, costs: Costs, rank: int) -> None:
         num_stages = timeline.schedule.num_stages
@@ -136,54 +136,58 @@ class _Rank:
         steps = list(timeline.steps(rank))
         self._starts, self._ends = [step[0].start for step in steps], [step[0].end for step in steps]
         self._out, self._in = _Lane(), _Lane()  # the second one in reversed time: as late as possible
-        stays = _find_stays(timeline, rank)
-        self._total = sum(self._size[stay.stage] for stay in stays)
-        hidden = [copied for key, stay in enumerate(stays) if (copied := self._hide(key, stay)) is not None]
+        lifetimes = _find_lifetimes(timeline, rank)
+        self._total = sum(self._size[lifetime.stage] for lifetime in lifetimes)
+        hidden = [copied for key, lifetime in enumerate(lifetimes) if (copied := self._hide(key, lifetime)) is not None]
         self.num_hidden = len(hidden)
-        chosen = {copied.stay for copied in hidden}
-        starts = {stay: -self._in.ends[key] for key, stay in enumerate(stays) if stay in chosen}
-        hidden = [Copied(stay, self._last_step_before(starts[stay]), starts[stay]) for stay in starts]
-        others = [copied for stay in stays if stay not in chosen and (copied := self._expose(stay)) is not None]
+        chosen = {copied.lifetime for copied in hidden}
+        starts = {lifetime: -self._in.ends[key] for key, lifetime in enumerate(lifetimes) if lifetime in chosen}
+        hidden = [Copied(lifetime, self._last_step_before(starts[lifetime]), starts[lifetime]) for lifetime in starts]
+        others = [
+            copied
+            for lifetime in lifetimes
+            if lifetime not in chosen and (copied := self._expose(lifetime)) is not None
+        ]
         self.copies = [*_spread(hidden), *_spread(others)]
 
     def count_of_share(self, share: float) -> int:
         """How many of the copies are that share of the rank's activations."""
         wanted, size = share * self._total * ROUNDING, 0.0
         for count, copied in enumerate(self.copies):
-            size += self._size[copied.stay.stage]
+            size += self._size[copied.lifetime.stage]
             if size > wanted:
                 return count
         return len(self.copies)
 
-    def _hide(self, key: int, stay: Stay) -> Copied | None:
-        """The copies of a stay if they and those chosen before hide, and a step runs while it is on the host."""
-        out = self._out.add(key, stay.ready, self._offload[stay.stage])
-        back = self._in.add(key, -stay.due, self._reload[stay.stage])
+    def _hide(self, key: int, lifetime: Lifetime) -> Copied | None:
+        """The copies of a lifetime if they and those chosen before hide, and a step runs while it is on the host."""
+        out = self._out.add(key, lifetime.ready, self._offload[lifetime.stage])
+        back = self._in.add(key, -lifetime.due, self._reload[lifetime.stage])
         start = -self._in.ends[key]
         reload = self._last_step_before(start)
-        is_useful = reload - 1 > stay.forward and self._out.ends[key] <= self._starts[reload - 1] * ROUNDING
+        is_useful = reload - 1 > lifetime.forward and self._out.ends[key] <= self._starts[reload - 1] * ROUNDING
         if is_useful and all(self._out.ends[one] <= -self._in.ends[one] * ROUNDING for one in {*out, *back}):
-            return Copied(stay, reload, start)
-        self._out.undo(key, stay.ready, out)
-        self._in.undo(key, -stay.due, back)
+            return Copied(lifetime, reload, start)
+        self._out.undo(key, lifetime.ready, out)
+        self._in.undo(key, -lifetime.due, back)
         return None
 
-    def _expose(self, stay: Stay) -> Copied | None:
-        """The copies of a stay without regard to others; None if no step is between F and the backward."""
-        if stay.backward - stay.forward < 2:
+    def _expose(self, lifetime: Lifetime) -> Copied | None:
+        """The copies of a lifetime without regard to others; None if no step is between F and the backward."""
+        if lifetime.backward - lifetime.forward < 2:
             return None
-        start = stay.due - self._reload[stay.stage]
-        return Copied(stay, max(stay.forward + 2, self._last_step_before(start)), start)
+        start = lifetime.due - self._reload[lifetime.stage]
+        return Copied(lifetime, max(lifetime.forward + 2, self._last_step_before(start)), start)
 
     def _last_step_before(self, time: float) -> int:
         """The step before which a copy is put that shall start at a time: all steps before that one have ended."""
         return bisect_right(self._ends, time * ROUNDING)
 
 
-def _find_stays(timeline: Timeline, rank: int) -> list[Stay]:
-    """The stays of a rank: of stages with the longest mean lifetime first, in the order of F."""
+def _find_lifetimes(timeline: Timeline, rank: int) -> list[Lifetime]:
+    """The lifetimes of a rank: those of stages with the longest mean duration first, then in the order of F."""
     forwards: dict[tuple[int, int], tuple[int, float]] = {}
-    stays: list[Stay] = []
+    lifetimes: list[Lifetime] = []
     for index, step in enumerate(timeline.steps(rank)):
         for _, action, start, end in step:
             key = action.stage, action.microbatch
@@ -193,19 +197,19 @@ def _find_stays(timeline: Timeline, rank: int) -> list[Stay]:
                 forwards[key] = index, end
             elif action.kind in BACKWARD:
                 forward, ready = forwards[key]
-                stays.append(Stay(*key, forward, index, ready, start))
-    lifetimes: dict[int, list[float]] = defaultdict(list)
-    for stay in stays:
-        lifetimes[stay.stage].append(stay.due - stay.ready)
-    means = {stage: sum(times) / len(times) for stage, times in lifetimes.items()}
-    return sorted(stays, key=lambda stay: (-means[stay.stage], stay.forward))
+                lifetimes.append(Lifetime(*key, forward, index, ready, start))
+    durations: dict[int, list[float]] = defaultdict(list)
+    for lifetime in lifetimes:
+        durations[lifetime.stage].append(lifetime.due - lifetime.ready)
+    means = {stage: sum(times) / len(times) for stage, times in durations.items()}
+    return sorted(lifetimes, key=lambda lifetime: (-means[lifetime.stage], lifetime.forward))
 
 
 def _spread(copies: Sequence[Copied]) -> list[Copied]:
     """The copies by stages in their order; any first ones of a stage are spread over its microbatches."""
     stages: dict[int, list[Copied]] = defaultdict(list)
     for copied in copies:
-        stages[copied.stay.stage].append(copied)
+        stages[copied.lifetime.stage].append(copied)
     return [own[index] for own in stages.values() for index in sorted(range(len(own)), key=_reverse_bits)]
 
 
@@ -225,10 +229,10 @@ def _place(schedule: Schedule, ranks: Sequence[_Rank], counts: Sequence[int]) ->
 
 
 def _place_row(row: Sequence[Step], copies: Sequence[Copied]) -> list[Step]:
-    offloaded = {(copied.stay.stage, copied.stay.microbatch) for copied in copies}
+    offloaded = {(copied.lifetime.stage, copied.lifetime.microbatch) for copied in copies}
     reloads: dict[int, list[Action]] = defaultdict(list)
-    for copied in sorted(copies, key=lambda copied: (copied.start, copied.stay.due)):
-        reloads[copied.reload].append(Action(copied.stay.stage, Kind.RELOAD, copied.stay.microbatch))
+    for copied in sorted(copies, key=lambda copied: (copied.start, copied.lifetime.due)):
+        reloads[copied.reload].append(Action(copied.lifetime.stage, Kind.RELOAD, copied.lifetime.microbatch))
     placed: list[Step] = []
     for index, step in enumerate(row):
         placed += [*reloads[index], step]

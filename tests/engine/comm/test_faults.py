@@ -468,7 +468,8 @@ def test_ranks_that_get_on_are_not_stopped_for_silence():
 
 
 def test_an_engine_at_work_is_a_sign_of_life():
-    assert min(ranks(2).run(cases.beats_of_a_run, zp.build("1f1b", ranks=2, microbatches=2))) >= 2
+    schedule = zp.build("1f1b", ranks=2, microbatches=2)
+    assert min(ranks(2).run(cases.beats_of_a_run, schedule, timeout=LIMIT)) >= 2
 
 
 def test_ranks_that_cannot_start_are_told_of_at_once():

@@ -17,8 +17,8 @@ class Op:
     Pairs are (eager, compiled). `kept` are bytes kept from F to I without checkpointing; `kept_op` with `selective:op`.
     `moved` are bytes that F reads and writes. `stash` are bytes kept from I to W, of which `gradient` is the gradient
     of its output. `summed` are bytes that F sums over `tp`, `exchanged` those that it gets over `cp`, I as many unless
-    `exchanged_back` says how many, beside this part of attention. `routed`: of the rows that this GPU has for its
-    experts.
+    `exchanged_back` says how many; the part `hides` of attention runs while they are under way. `routed`: of the rows
+    that this GPU has for its experts.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Op:
     summed: float = 0.0
     exchanged: float = 0.0
     exchanged_back: float | None = None
-    beside: float = 0.0
+    hides: float = 0.0
     keys: float = 0.0  # keys and values, which slices of a sequence share; 0 if it cannot run in slices
     repeated: float = 0.0  # a copy of these for all heads, which a slice after the first makes
     workspace: tuple[float, float] = (0.0, 0.0)  # that F needs only while it runs
