@@ -10,6 +10,7 @@ from app_client import ask, client, told
 import zeropipe as zp
 from zeropipe.app import plan_calls, plan_source
 from zeropipe.core.model.configs import BUILT_IN, CONFIGS_BY_COUNT, CONFIGS_BY_SHAPE
+from zeropipe.planning.data import plan_data
 from zeropipe.planning.write import write_run
 from zeropipe.sim.layer_file import to_layer_json
 
@@ -97,6 +98,26 @@ def test_a_row_with_copies_to_the_host_has_its_schedule_as_a_file():
         assert any(row["offload"] for row in answer["rows"]) == has_copies
 
 
+def test_a_row_with_checkpointed_f_is_shown_as_it_was_planned():
+    asked = {"model": "qwen3-8b", "gpus": 8, "batch": 32, "memory": 30, "pp": 8, "tp": 1}
+    made = zp.plan(
+        "qwen3-8b", gpus=8, batch=32, memory=30e9, pp=8, tp=1, microbatch_sizes=1, schedules="1f1b", search_seconds=0,
+        workers=1, offload=False,
+    )  # fmt: skip
+    row = plan_data(made, 1)["rows"][0]
+    assert row["checkpointing"]
+    assert 0 < row["checkpointed"] < 1
+    names = plan_calls.RowRequest.model_fields.keys() - {"plan"}
+    status, shown = ask("plan/row", {"plan": asked, **{name: row[name] for name in names}})
+    assert status == 200
+    [timeline] = shown["viewer"]["timelines"]
+    assert timeline["makespan"] == pytest.approx(row["makespan"])
+    assert len(zp.from_json(shown["schedule"]).checkpointed) == pytest.approx(
+        row["checkpointed"] * row["microbatches"] * row["pp"] * row["stages_per_rank"]
+    )
+    assert tomllib.loads(shown["run"])["schedule"]["name"] == "run.schedule.json"
+
+
 def test_costs_are_planned_as_the_command_plans_them(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "costs.json").write_text(json.dumps(COSTS))
@@ -117,7 +138,7 @@ def test_costs_are_planned_as_the_command_plans_them(run, tmp_path, monkeypatch)
 
 
 def test_what_does_not_fit_is_said(monkeypatch):
-    monkeypatch.setattr(plan_calls, "MAX_CANDIDATES", 500)  # what fits is not among those with the least work
+    monkeypatch.setattr(plan_calls, "MAX_CANDIDATES", 100)  # what fits is not among those with the least work
     status, answer = ask("plan", {**SMALL, "model": "llama-3-70b"})
     assert (status, answer["rows"]) == (200, [])
     closest = answer["closest"]

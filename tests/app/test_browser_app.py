@@ -411,6 +411,20 @@ def test_a_busy_server_is_asked_again(visit):
     assert not page.is_visible("#error-page")
 
 
+def test_a_busy_server_is_asked_again_for_the_chart(visit):
+    page = visit("?schedules=1f1b")
+    page.wait_for_selector("#chart[aria-busy=false] g.dot")
+    busy = json.dumps({"errors": [{"field": "", "message": "64 requests wait already"}]})
+    with visit.expected():
+        page.route("**/api/chart", lambda route: route.fulfill(
+            status=503, body=busy, headers={"Retry-After": "1", "Content-Type": "application/json"}
+        ))  # fmt: skip
+        page.fill("#in-microbatches", "64")
+        page.wait_for_selector("#chart.stale")
+        page.unroute("**/api/chart")
+        page.wait_for_selector("#chart:not(.stale)[aria-busy=false] [data-name=gpipe][aria-label*='peak memory 64']")
+
+
 def test_a_link_reproduces_the_view(visit, monkeypatch):
     from zeropipe.cli.app import page_query
     from zeropipe.cli.request import create_request

@@ -2,6 +2,7 @@
 
 import pytest
 from browser import PHONE
+from full_marker import mark_rest_full
 from page_fixtures import READY, drop, rows, settle
 
 import zeropipe as zp
@@ -44,7 +45,7 @@ def test_nothing_chosen_offers_a_beginning_and_few_microbatches_are_advised_agai
     assert not page.is_visible(".advice")
 
 
-@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.parametrize("width", mark_rest_full([1440, 390], [390]))
 def test_names_in_the_chart_do_not_lie_on_each_other(visit, width):
     page = visit("?schedules=1f1b,zbv,v-half", size={"width": width, "height": 900})
     for ranks, microbatches, most in ((4, 8, 8), (8, 96, 96), (2, 64, 64)):  # the last two crowd at the left
@@ -214,7 +215,7 @@ def test_a_phone_shows_results_in_its_upper_half_and_errors_that_were_folded_awa
         third.wait_for_selector("#error-costs-f")
 
 
-@pytest.mark.parametrize("width", [390, 360, 320])
+@pytest.mark.parametrize("width", mark_rest_full([390, 360, 320], [320]))
 def test_wide_figures_and_long_names_stay_on_a_phone(visit, width):
     sizes = "?schedules=interleaved-overlap:v=4,zb-h2:extra=2,chimera&weight_parts=4"
     costs = "&f=0.0123456&unit=s&activation=1234567890&memory_unit=B&memory_limit=3e9"

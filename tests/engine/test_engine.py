@@ -50,12 +50,15 @@ def test_two_pipelines_side_by_side(name):
     assert max(differences.values()) < TOLERANCE, differences
 
 
-@pytest.mark.parametrize("per_rank,limit,parts", [(1, 2, 1), (1, 3, 2), (2, 3, 1), (3, 7, 1)])
+SEARCHED = [(1, 2, 1), (1, 3, 2), (2, 3, 1), (3, 7, 1)]
+
+
+@pytest.mark.parametrize("per_rank,limit,parts", mark_rest_full(SEARCHED, SEARCHED[1:3]))
 def test_searched_schedules_equal_the_plain_model(per_rank, limit, parts):
     """Uneven costs and less memory than any schedule with a name needs: orders that nobody has written by hand."""
     costs = zp.Costs(f={0: 1.5, "default": 1}, i=1.2, w=0.7, p2p=0.1, memory_limit=limit)
     found = zp.search(
-        ranks=4, microbatches=8, stages_per_rank=per_rank, weight_parts=parts, costs=costs, steps=50, workers=1
+        ranks=4, microbatches=8, stages_per_rank=per_rank, weight_parts=parts, costs=costs, steps=10, workers=1
     )
     assert found.schedule.name == "searched"
     differences = largest(ranks().run(train, found.schedule, 1))

@@ -52,7 +52,7 @@ class Pages:
         if self._free.get(kind):
             return kind, self._free[kind].pop()
         page = self._browser.new_context(viewport=size, **options).new_page()
-        page.set_default_timeout(60_000)  # what is waited for comes at once, unless other tests keep the machine busy
+        page.set_default_timeout(150_000)  # what is waited for comes at once, unless other tests keep the machine busy
         return kind, page
 
     def give_back(self, kind, page):

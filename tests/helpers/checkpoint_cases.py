@@ -404,15 +404,15 @@ def weights_of(
     largest = max(tensor.nbytes for tensor in wanted.values())
     engine, _, own = build(schedule, sizes, model)
     with engine:
-        there = _alive()  # kept, so that no new tensor gets the id of one of them
-        before = {id(tensor) for tensor in there}
+        there = _alive()  # kept, so that no new tensor gets the memory of one of them
+        before = {tensor.untyped_storage().data_ptr() for tensor in there}
         number, worst, most = 0, 0.0, 0
         for name, weight in engine.named_weights(asking):
             worst = max(worst, float((weight - wanted[name]).abs().max()))
             number += 1
             if weight.nbytes == largest and not most:  # to look takes long
-                storages = {t.untyped_storage().data_ptr(): t.nbytes for t in _alive() if id(t) not in before}
-                most = sum(storages.values())
+                storages = {t.untyped_storage().data_ptr(): t.nbytes for t in _alive()}
+                most = sum(size for address, size in storages.items() if address not in before)
             del name, weight
             if stop and dist.get_rank() == 1:
                 break

@@ -74,7 +74,7 @@ def test_options_of_the_engine(options):
         assert seen["changed"] == ("ac" in options)
 
 
-@pytest.mark.parametrize("how", ["in place", "wrapped", "checkpointed"])
+@pytest.mark.parametrize("how", mark_rest_full(["in place", "wrapped", "checkpointed"], ["wrapped", "checkpointed"]))
 def test_blocks_that_the_user_has_compiled_or_checkpointed(how):
     """torch's own classes refuse this under a split backward, or fail."""
     assert max(ranks(2).run(cases.compiled_by_the_user, how)) < TOLERANCE

@@ -8,6 +8,10 @@ pytest.importorskip("torch")
 
 from train_runs import metrics_of, model_directory, run_config, train_on
 
+import zeropipe as zp
+from zeropipe.cli.request import create_request
+from zeropipe.core.formats.json import to_json
+from zeropipe.core.model.layers import format_counts
 from zeropipe.errors import ConfigError
 from zeropipe.planning.context import RESERVE
 from zeropipe.sim.layer_file import to_layer_json
@@ -23,6 +27,7 @@ LARGE = (
 )  # fmt: skip
 COSTS = ("--schedule.costs", "h200")
 FIT = ("--schedule.checkpointing", "fit")
+MARKED = "\n".join(zp.to_csv(zp.build("gpipe", ranks=8, microbatches=32)).replace("0F0,", "0F0c,", 1).splitlines())
 
 
 def made(*options):
@@ -48,12 +53,50 @@ def test_fit_recomputes_only_what_it_must():
         ((*COSTS, "--engine.ac", "full"), r"engine\.ac='full' does not run with schedule\.checkpointing='fit'"),
         ((*COSTS, "--schedule.offload", "0.5"), r"schedule\.offload=0\.5 does not run with schedule\.checkpointing"),
         ((*COSTS, "--schedule.name", "seq1f1b", "--schedule.slices", "2"), r"schedule\.slices=2 does not run with"),
+        ((*COSTS, "--engine.ac", "full", "--schedule.name", "MARKED"), r"engine\.ac='full' does not run with the"),
         ((), r"checkpointing='fit' needs the times of layers: set schedule\.costs to a GPU"),
     ],
 )  # fmt: skip
-def test_what_is_refused(options, message):
+def test_what_is_refused(options, message, tmp_path):
+    fit: tuple[str, ...] = FIT
+    if "MARKED" in options:
+        file, fit = tmp_path / "marked.json", ()
+        file.write_text(to_json(zp.from_csv(MARKED)))
+        options = [str(file) if option == "MARKED" else option for option in options]
     with pytest.raises(ConfigError, match=message):
-        check_run(read_run(None, [*LARGE, *FIT, *options]))
+        check_run(read_run(None, [*LARGE, *fit, *options]))
+
+
+def test_a_schedule_file_with_marks_is_predicted_as_they_say(tmp_path):
+    """Also by commands, with costs of layers; costs without ac full cannot predict it."""
+    config = read_run(None, [*LARGE, *COSTS, *FIT])
+    schedule = build_run_schedule(config)
+    file, costs_file = tmp_path / "marked.json", tmp_path / "costs.json"
+    file.write_text(to_json(schedule))
+    wanted, shown = made(*FIT), made("--schedule.name", str(file))
+    assert shown.prediction == wanted.prediction
+    assert [rank.memory for rank in shown.ranks] == [rank.memory for rank in wanted.ranks]
+
+    layers = load_layer_costs(config)
+    costs_file.write_text(to_layer_json(layers))
+    per_stage, full = (
+        layers.for_schedule(schedule).costs(shown.layers_per_stage, layers.setting(ac=ac), placement=schedule.placement)
+        for ac in ("none", "full")
+    )
+    timeline = zp.simulate(schedule, per_stage.with_checkpointed(full, 8))
+    options = {"layers": format_counts(shown.layers_per_stage), "ac": "none"}
+    request = create_request([str(file)], {"costs_file": str(costs_file), **options})
+    found = request.price()
+    assert zp.simulate(found.schedule, found.costs).makespan == timeline.makespan
+    assert zp.simulate(found.schedule, found.costs).peak_memory == timeline.peak_memory
+    with pytest.raises(ConfigError, match="ac='full' with a schedule that says which F are checkpointed"):
+        create_request([str(file)], {"costs_file": str(costs_file), **options, "ac": "full"}).price()
+    plain = load_layer_costs(config.model_copy(update={"schedule": read_run(None, [*LARGE, *COSTS]).schedule}))
+    costs_file.write_text(to_layer_json(plain))
+    options = ("--schedule.costs", str(costs_file), "--schedule.name", str(file))
+    unknown = preview(read_run(None, [*LARGE, *options]))
+    assert unknown.prediction is None
+    assert any("no setting with ac=full" in note for note in unknown.notes)
 
 
 def test_a_run_has_the_same_losses(tmp_path):

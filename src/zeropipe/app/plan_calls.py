@@ -102,6 +102,7 @@ class RowRequest(StrictModel):
     gradients: str = "whole"
     slices: PositiveInt = 1
     offload: bool = False
+    checkpointing: bool = False
     layers: Annotated[list[int], Field(min_length=1, max_length=4096)]
 
 
@@ -237,7 +238,8 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
         else:
             costs = costs or estimate(
                 source, gpu=planned.gpu, sequence=planned.sequence, compile=planned.compile, tp=request.tp,
-                sequence_parallel=request.sequence_parallel, microbatch_size=request.microbatch_size, ac=request.ac,
+                sequence_parallel=request.sequence_parallel, microbatch_size=request.microbatch_size,
+                ac=[request.ac, "full"] if request.checkpointing else request.ac,
                 dtype=planned.dtype, lora=planned.lora, ep=request.ep, cp=request.cp,
                 gpus_per_node=planned.gpus_per_node,
             )  # fmt: skip
@@ -251,7 +253,7 @@ def row_call(request: RowRequest, costs: LayerCosts | None) -> Reply:
             ),
             request.schedule, request.stages_per_rank, request.microbatches, request.microbatch_size, request.ac,
             request.cut, request.shards, request.gradients, slices=request.slices,
-            offload=request.offload,
+            offload=request.offload, checkpointing=request.checkpointing,
         )  # fmt: skip
         schedule = candidate.build_schedule()
         run = simulate_candidate(context, candidate, schedule, request.layers)

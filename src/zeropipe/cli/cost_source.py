@@ -96,7 +96,7 @@ class LayerFileCosts:
     ) -> Costs:
         _require_no_stage_costs(self.flags, self.costs.model)
         costs = self.costs if schedule is None else self.costs.for_schedule(schedule)
-        found = self.options.stage_costs(costs, problem, placement, self.flags.get("node_size"))
+        found = self.options.stage_costs(costs, problem, placement, self.flags.get("node_size"), schedule)
         return _override_costs(found, self.flags)
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:

@@ -64,11 +64,17 @@ class LayerOptions:
         return balanced_counts(costs, problem, placement or linear(problem), self._find_setting(costs), self.ac)
 
     def stage_costs(
-        self, costs: LayerCosts, problem: Problem, placement: Placement | None, node_size: int | None
-    ) -> Costs:
-        """The costs of each stage."""
-        counts = self.count_layers(costs, problem, placement)
-        return costs.costs(counts, self._find_setting(costs), ac=self.ac, placement=placement, node_size=node_size)
+        self, costs: LayerCosts, problem: Problem, placement: Placement | None, node_size: int | None,
+        schedule: Schedule | None = None,
+    ) -> Costs:  # fmt: skip
+        """The costs of each stage, of `schedule` if it is known: with those of checkpointed F if it has any."""
+        counts, setting = self.count_layers(costs, problem, placement), self._find_setting(costs)
+        found = costs.costs(counts, setting, ac=self.ac, placement=placement, node_size=node_size)
+        if schedule is None or not schedule.checkpointed:
+            return found
+        setting = costs.checkpointed_setting(setting, self.ac)
+        full = costs.costs(counts, setting, ac="full", placement=placement, node_size=node_size)
+        return found.with_checkpointed(full, problem.num_stages)
 
     def describe(self, costs: LayerCosts, counts: tuple[int, ...] | None) -> str:
         """How layers are cut, into `counts` if they are known, and the setting if there are several."""

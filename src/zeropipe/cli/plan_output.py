@@ -21,6 +21,7 @@ NUM_MISFITS = 3
 EXPOSED = ", cp: parts of sequences, ep: experts divided; exposed: exchanges that no computation hides"
 REGATHER = ", rg: weights gathered for every microbatch"
 OFFLOAD = ", off: activations copied to the host"
+CHECKPOINTED = ", % of F: so many F are checkpointed"
 _FLAGS = {"pp": "--ranks", "microbatch_sizes": "--microbatch"}  # of arguments of zp.plan; others have their own names
 
 
@@ -37,6 +38,7 @@ def print_plan(made: Plan, num_rows: int) -> None:
     console.print(_create_table(cells, console, exposed if any(exposed) else None))
     shown = [row.candidate for row in made.rows[:num_rows]]
     marks = REGATHER * any(one.shards == "regather" for one in shown) + OFFLOAD * any(one.offload for one in shown)
+    marks += CHECKPOINTED * any(one.checkpointing for one in shown)
     console.print(
         f"mesh: pp x dp_shard x tp, sp: sequence parallelism{marks}"
         f"{EXPOSED if any(exposed) else ''}; *: no other is both "
@@ -137,7 +139,8 @@ def _cells(made: Plan, row: PlanRow) -> list[str]:
     return [
         _mesh_text(candidate, made.context.setting(candidate).exchange),
         candidate.title,
-        f"{candidate.num_microbatches}x{candidate.microbatch_size}", candidate.ac, output.time_text(row.step, "s"),
+        f"{candidate.num_microbatches}x{candidate.microbatch_size}",
+        f"{row.checkpointed:.0%} of F" if candidate.checkpointing else candidate.ac, output.time_text(row.step, "s"),
         f"{made.speed(row):,.0f}", "" if mfu is None else f"{100 * mfu:.1f}%", output.percent(row.idle_fraction),
         gigabytes(row.memory.peak), "" if row.gap is None else f"{row.gap:.1%}",
     ]  # fmt: skip

@@ -8,6 +8,7 @@ runs        the layouts and microbatches of a task
 rolling     the candidates among them with rolling gradients
 slicing     candidates with slices of sequences
 offloading  candidates that copy activations to the host
+partial_checkpointing  candidates that checkpoint some F
 context     what all candidates of a plan share: costs of layers, memory limit, machine size
 score       one candidate simulated: the seconds of a step and the memory of a rank, by purpose
 pool        groups of candidates scored, in worker processes if there are many

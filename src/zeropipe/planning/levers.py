@@ -43,6 +43,8 @@ def _levers_of(row: PlanRow) -> Iterator[tuple[str, Callable[[Candidate | Run], 
         yield f"slices={row.candidate.slices}", lambda other: getattr(other, "slices", 1) == 1
     if row.candidate.offload:
         yield "offload", lambda other: not getattr(other, "offload", False)
+    if row.candidate.checkpointing:
+        yield "some F checkpointed", lambda other: not getattr(other, "checkpointing", False)
     if row.candidate.gradients != "whole":
         yield f"gradients {row.candidate.gradients}", lambda other: getattr(other, "gradients", "whole") == "whole"
 

@@ -24,6 +24,7 @@ from zeropipe.planning.closest import find_closest
 from zeropipe.planning.context import RESERVE, PlanContext
 from zeropipe.planning.layouts import max_stages
 from zeropipe.planning.offloading import HOST_MEMORY, offloaded_candidates
+from zeropipe.planning.partial_checkpointing import checkpointed_candidates
 from zeropipe.planning.pool import score_groups
 from zeropipe.planning.refine import add_gaps, search_best_runs
 from zeropipe.planning.result import Plan
@@ -121,11 +122,13 @@ def plan(
     offloaded = offloaded_candidates(context, rows, oversized, variants) if offload else []
     scored = _score(context, offloaded, workers, lambda done: report("offload", 0.78 + 0.02 * done))
     rows += [row for row in scored if row.host_memory <= HOST_MEMORY]
+    partial = checkpointed_candidates(rows)
+    rows += _score(context, partial, workers, lambda done: report("checkpointing of some F", 0.8 + 0.02 * done))
     num_tried = len({row.candidate for row in rows})
     searches = search_seconds > 0 and schedules is None
     if searches:
         rows += search_best_runs(
-            context, _rank(rows), search_seconds, search_steps, lambda done: report("searching", 0.8 + 0.15 * done)
+            context, _rank(rows), search_seconds, search_steps, lambda done: report("searching", 0.82 + 0.13 * done)
         )
     ranked, misfits = add_gaps(context, _rank(rows), NUM_ROWS_WITH_GAP), _find_misfits(rows)
     closest = None if ranked else find_closest(task, context, misfits, oversized)

@@ -81,9 +81,9 @@ def _score_cuts(context: PlanContext, candidate: Candidate, schedule: Schedule, 
         try:
             rows.append(score_candidate(context, candidate, schedule, counts))
         except ConfigError:
-            if not candidate.offload:
+            if not (candidate.offload or candidate.checkpointing):
                 raise
-            continue  # too large with all activations offloaded that can be
+            continue  # too large with all activations offloaded, or all F checkpointed
         if rows[-1].fits:
             break
     return rows

@@ -33,7 +33,8 @@ def _compute_gap(context: PlanContext, row: PlanRow) -> float | None:
         return None  # bounds are for one copy of the model
     context = context.for_schedule(schedule)
     costs = context.stage_costs(row.candidate, row.counts, schedule.placement, gathers=False)
-    if row.candidate.layout.num_shards > 1 or row.candidate.offload:  # not everything is there all the time
+    candidate = row.candidate
+    if candidate.layout.num_shards > 1 or candidate.offload or candidate.checkpointing:  # not everything stays
         costs = replace(costs, memory_limit=None)
     if schedule.num_slices > 1:
         bound = slice_bound(schedule, costs)

@@ -36,7 +36,7 @@ class Candidate:
     slices: int = 1  # of each sequence
     slice_sizes: tuple[float, ...] | None = None  # None: so that slices take equal time
     offload: bool = False  # as few activations as keep the memory limit are copied to the host
-    checkpointing: bool = False  # as few F as keep the memory limit are checkpointed; plans do not try it
+    checkpointing: bool = False  # the F that the schedule says are checkpointed: as few as keep the memory limit
 
     @property
     def run(self) -> Run:
@@ -56,6 +56,7 @@ class Candidate:
             f"{self.microbatch_size}, ac {self.ac}, {self.cut} layers"
             f"{', regather' if self.shards == 'regather' else ''}"
             f"{'' if self.gradients == 'whole' else f', gradients {self.gradients}'}{', offload' * self.offload}"
+            f"{', some F checkpointed' * self.checkpointing}"
         )
 
     def build_schedule(self) -> Schedule:
@@ -113,7 +114,7 @@ class PlanRow:
     idle_fraction: float
     bubble: float  # the Zero Bubble paper's rate
     gap: float | None = None  # of the makespan to the lower bound of its placement and costs
-    own_schedule: Schedule | None = None  # a searched one, or one with copies to the host: no name builds it
+    own_schedule: Schedule | None = None  # searched, with copies to the host or checkpointed F: no name builds it
     host_memory: float = 0.0  # bytes of activations that a rank has on its host
 
     @property
@@ -129,6 +130,15 @@ class PlanRow:
     @property
     def fits(self) -> bool:
         return self.excess <= 1e-9 * self.limit
+
+    @property
+    def checkpointed(self) -> float:
+        """The fraction of F that the schedule checkpoints; those of `candidate.ac` do not count."""
+        if self.own_schedule is None or not self.own_schedule.checkpointed:
+            return 0.0
+        problem = self.own_schedule.problem
+        num_forwards = problem.num_stages * problem.num_microbatches * self.own_schedule.num_slices
+        return len(self.own_schedule.checkpointed) / num_forwards
 
     @property
     def schedule(self) -> Schedule:

@@ -52,11 +52,11 @@ class Simulation:
 def simulate_candidate(
     context: PlanContext, candidate: Candidate, schedule: Schedule, counts: Sequence[int]
 ) -> Simulation:
-    """Simulate one candidate; ConfigError if it does not fit with all activations offloaded that can be."""
+    """Simulate one candidate; ConfigError if it does not fit with all activations offloaded or F checkpointed."""
     context = context.for_schedule(schedule)
     if candidate.offload:
         schedule = with_offload(schedule, context.stage_costs(candidate, counts, schedule.placement), "fit")
-    if candidate.checkpointing:
+    if candidate.checkpointing and not schedule.checkpointed:
         schedule = with_checkpointing(schedule, context.stage_costs(candidate, counts, schedule.placement))
     resident_costs = context.stage_costs(candidate, counts, schedule.placement, gathers=False)
     pipeline = timeline = simulate(schedule, resident_costs)
@@ -89,7 +89,8 @@ def create_row(context: PlanContext, run: Simulation) -> PlanRow:
     return PlanRow(
         run.candidate, run.counts, _attribute_seconds(context, run), attribute_memory(context, run, fullest),
         context.memory_limit, timeline.makespan, timeline.idle_fraction, timeline.bubble,
-        own_schedule=timeline.schedule if run.candidate.offload else None, host_memory=max(timeline.peak_host_memory),
+        own_schedule=timeline.schedule if run.candidate.offload or run.candidate.checkpointing else None,
+        host_memory=max(timeline.peak_host_memory),
     )  # fmt: skip
 
 

@@ -354,13 +354,25 @@ class LayerCosts:
         mode = Checkpointing.parse(ac or setting.ac)
         if mode.every == 1:
             return [setting.kinds[kind] for kind in self.layers]
-        names = ("microbatch_size", "tp", "compile", "sequence_parallel", "ep", "cp")
-        same = {name: getattr(setting, name) for name in names}
-        found = {name: self.setting(ac=name, **same) for name in ("none", "full")}
+        found = {name: self._with_mode(setting, name) for name in ("none", "full")}
         if setting.bandwidths is not None:
             found = {name: one.with_exchanges(setting.bandwidths) for name, one in found.items()}
         by_mode = {name: one.kinds for name, one in found.items()}
         return [by_mode[mode.of_layer(layer)][kind] for layer, kind in enumerate(self.layers)]
+
+    def checkpointed_setting(self, setting: Setting, ac: str | None = None) -> Setting:
+        """The setting with ac full of the same sizes, for F that a schedule says are checkpointed.
+
+        ConfigError if there is none, or for other modes than `none`: both choose what is computed again.
+        """
+        mode = ac or setting.ac
+        if mode != "none":
+            raise ConfigError(f"ac={mode!r} with a schedule that says which F are checkpointed: use ac='none'")
+        return self._with_mode(setting, "full")
+
+    def _with_mode(self, setting: Setting, ac: str) -> Setting:
+        names = ("microbatch_size", "tp", "compile", "sequence_parallel", "ep", "cp")
+        return self.setting(ac=ac, **{name: getattr(setting, name) for name in names})
 
     def stage_kinds(self, counts: Sequence[int]) -> list[list[tuple[str, int | None]]]:
         """(kind, index of the decoder layer or None) of each stage's layers, embedding first, head and loss last."""

@@ -198,6 +198,14 @@ def _has_whole_rows(config: RunConfig) -> bool:
     return AttentionHeads(heads if isinstance(heads, int) else None, 1, 1, mesh.tp).allow_exchange(mesh.cp)
 
 
+def _may_checkpoint(config: RunConfig) -> bool:
+    """Whether the schedule may say which F are checkpointed."""
+    table = config.schedule
+    return table.checkpointing is not None or (
+        config.engine.ac == "none" and has_suffix(table.name, *SCHEDULE_SUFFIXES)
+    )
+
+
 def load_layer_costs(config: RunConfig) -> LayerCosts | None:
     """`schedule.costs`: the costs of layers from a file, or estimated for a GPU. None if it is not set."""
     from zeropipe.estimating.estimate import estimate
@@ -215,7 +223,7 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
             )
         return estimate(
             open_shapes(config), gpu=source, sequence=config.data.sequence, dtype=dtype,
-            ac=config.engine.ac if config.schedule.checkpointing is None else [config.engine.ac, "full"],
+            ac=[config.engine.ac, "full"] if _may_checkpoint(config) else config.engine.ac,
             microbatch_size=config.data.microbatch, tp=config.mesh.tp,
             compile=is_compiled(config, predicted_device(config)),
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,

@@ -112,7 +112,7 @@ def preview(config: RunConfig) -> Preview:
             f"{config.schedule.name} has {count_text(loaded.num_microbatches, 'microbatch')}, a step has "
             f"{schedule.num_microbatches}: the schedule is resized, so another batch may be faster"
         )
-    costs, has_times = _choose_costs(config, notes)
+    costs, has_times = _choose_costs(config, schedule, notes)
     ranks, prediction = _predict(config, schedule, counts, costs, has_times)
     if prediction and prediction.memory_limit is not None:
         fullest = max(ranks, key=lambda rank: rank.peak)
@@ -149,13 +149,13 @@ def _preview_data(config: RunConfig) -> list[str]:
     return list(preview_chats(config))
 
 
-def _choose_costs(config: RunConfig, notes: list[str]) -> tuple[LayerCosts | None, bool]:
+def _choose_costs(config: RunConfig, schedule: Schedule, notes: list[str]) -> tuple[LayerCosts | None, bool]:
     """Costs of layers, and whether their times apply to this run. If not, they only give the model's shapes."""
     if reason := explain_exchanges(config):  # nor is the memory known: that of experts is divided by ep too
         notes.append(reason)
         return None, False
     costs = load_layer_costs(config)
-    reason = NO_COSTS if costs is None else explain_mismatch(config, costs)
+    reason = NO_COSTS if costs is None else explain_mismatch(config, costs, schedule)
     if costs is not None and not reason:
         return replace(costs, state=state_bytes(config)), True
     notes.append(reason)
@@ -204,7 +204,8 @@ def _predict(
         return tuple(RankPreview(rank, *own, None, {}) for rank, own in enumerate(zip(stages, spans))), None
     limit = memory_limit(costs) if has_times else None
     context = PlanContext.create(costs, config.schedule.gpus_per_node, inf if limit is None else limit)
-    candidate = make_candidate(config, schedule.problem, schedule.name)
+    checkpointing = has_times and bool(schedule.checkpointed)
+    candidate = make_candidate(config, schedule.problem, schedule.name, checkpointing)
     run = simulate_candidate(context, candidate, schedule, counts)
     ranks = tuple(
         RankPreview(rank, *own, run.parameters[rank], _memory(config, context, run, rank, has_times))

@@ -54,5 +54,5 @@ def _stage_costs(config: RunConfig, schedule: Schedule, field: str, way_out: str
         raise ConfigError(f"{field}: {reason}; {way_out}")
     costs, limit = replace(costs, state=state_bytes(config)), memory_limit(costs)
     context = PlanContext.create(costs, config.schedule.gpus_per_node, inf if limit is None else limit)
-    candidate = make_candidate(config, schedule.problem, schedule.name)
+    candidate = make_candidate(config, schedule.problem, schedule.name, config.schedule.checkpointing is not None)
     return context.for_schedule(schedule).stage_costs(candidate, choose_layers(config, schedule), schedule.placement)

@@ -49,7 +49,7 @@ class RunCosts:
         """
         costs = load_layer_costs(self.config)
         assert costs is not None
-        if reason := explain_mismatch(self.config, costs):
+        if reason := explain_mismatch(self.config, costs, schedule):
             raise ConfigError(f"{self.path}: {reason}; or pass --costs")
         table = self.config.schedule
         layers = table.layers if layers is None else layers
@@ -60,7 +60,9 @@ class RunCosts:
         costs = replace(costs, state=state_bytes(self.config))
         costs = costs if schedule is None else costs.for_schedule(schedule)
         context = PlanContext.create(costs, table.gpus_per_node, inf if limit is None else limit)
-        return context.stage_costs(make_candidate(self.config, problem), counts, placement)
+        marks = table.checkpointing is not None or (schedule is not None and bool(schedule.checkpointed))
+        candidate = make_candidate(self.config, problem, checkpointing=marks)
+        return context.stage_costs(candidate, counts, placement)
 
 
 def explain_exchanges(config: RunConfig) -> str:
@@ -78,8 +80,8 @@ def explain_exchanges(config: RunConfig) -> str:
     return ""
 
 
-def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
-    """Why `costs` cannot predict this run; empty if they can."""
+def explain_mismatch(config: RunConfig, costs: LayerCosts, schedule: Schedule | None = None) -> str:
+    """Why `costs` cannot predict this run, of `schedule` if it is known; empty if they can."""
     if reason := explain_exchanges(config):
         return reason
     data, engine = config.data, config.engine
@@ -106,6 +108,8 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts) -> str:
         costs.setting(ep=config.mesh.ep)
         costs.setting(cp=config.mesh.cp)
         setting = find_run_setting(_only_sizes(costs, config), origin)
+        if schedule is not None and schedule.checkpointed:
+            costs.checkpointed_setting(setting)
     except ConfigError as error:
         return f"no prediction: {error}"
     wanted = config.mesh.cp_exchange
@@ -140,8 +144,8 @@ def _only_sizes(costs: LayerCosts, config: RunConfig) -> LayerCosts:
     return replace(costs, settings=tuple(one for one in costs.settings if (one.ep, one.cp) == sizes))
 
 
-def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candidate:
-    """The run as a candidate of the planner."""
+def make_candidate(config: RunConfig, problem: Problem, name: str = "", checkpointing: bool = False) -> Candidate:
+    """The run as a candidate of the planner. `checkpointing`: its schedule says which F are checkpointed."""
     mesh, slices = config.mesh, config.schedule.slices
     return Candidate(
         Layout(
@@ -151,7 +155,7 @@ def make_candidate(config: RunConfig, problem: Problem, name: str = "") -> Candi
         problem.stages_per_rank, problem.num_microbatches, config.data.microbatch, config.engine.ac, "",
         config.engine.shards, config.engine.gradients, turns=config.engine.overlap == "turns",
         slices=slices, slice_sizes=config.schedule.slice_sizes or (1.0,) * slices,
-        checkpointing=config.schedule.checkpointing is not None,
+        checkpointing=checkpointing,
     )  # fmt: skip
 
 

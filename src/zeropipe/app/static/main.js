@@ -142,6 +142,8 @@ async function requestChart() {
     const chartError = error.errors.find(({ field }) => field === "chart");
     if (chartError) page.chart.fail(chartError.message);
     else page.chart.showStale(error.errors[0].message);
+    const { number } = chartCall;
+    if (error.retryAfter) setTimeout(() => number === chartCall.number && requestChart(), 1000 * error.retryAfter);
     if (!chartError && !state.schedules.length) showErrors(error.errors, []); // no comparison was requested that would show them
   }
 }

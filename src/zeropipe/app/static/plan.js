@@ -18,7 +18,7 @@ const NUMBERS = {
 const CHOICES = { ac: ["", "none", "selective:op", "full"], dtype: ["", "float16", "float32"] }; // "": the server's default
 const MEMORY = ["weights", "gradients", "optimizer", "activations", "workspace"];
 const PARTS = { work: "work", recompute: "recomputation", exchange: "exchanges of experts", parts: "exchanges of attention", imbalance: "idle: imbalance", schedule: "idle: schedule", data: "gathers, reduces", optimizer: "optimizer" };
-const ROW_FIELDS = ["pp", "dp_shard", "tp", "ep", "cp", "shard_cp", "sequence_parallel", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "cut", "shards", "gradients", "slices", "offload", "layers"];
+const ROW_FIELDS = ["pp", "dp_shard", "tp", "ep", "cp", "shard_cp", "sequence_parallel", "schedule", "stages_per_rank", "microbatches", "microbatch_size", "ac", "cut", "shards", "gradients", "slices", "offload", "checkpointing", "layers"];
 const NUM_VISIBLE_ROWS = 10;
 const state = Object.fromEntries(new URLSearchParams(location.search));
 const planCall = new LatestCall("/api/plan");
@@ -221,6 +221,7 @@ function showClosest({ row, ways_out: ways }) {
 const extras = (row) => [row.sequence_parallel && "sp", row.cp > 1 && `cp${row.cp}`, row.cp_exchange && row.cp_exchange !== "heads" && row.cp_exchange,
   row.ep > 1 && `ep${row.ep}`, row.slices > 1 && `${row.slices} slices`, row.offload && "offload"].filter(Boolean);
 const layout = (row) => [`${row.pp} × ${row.dp_shard} × ${row.tp}`, ...extras(row)].join(" ");
+const checkpointing = (row) => (row.checkpointing ? `${Math.round(100 * row.checkpointed)}% of F` : row.ac);
 const words = { sp: "sequence parallelism", offload: "copies to the host" };
 const title = (row) => {
   const more = extras(row).map((text) => words[text] ?? text.replace(/^(cp|ep)/, "$1 "));
@@ -235,9 +236,9 @@ function showTable(answer) {
     const cells = [
       h("td", { className: row.front ? "text front" : "text", title: row.front ? "No other is both faster and smaller" : "" }, row.front ? `${n + 1}•` : String(n + 1)),
       h("td", { className: "text" }, h("button", { type: "button" }, row.schedule), row.stages_per_rank > 1 ? h("small", {}, ` ×${row.stages_per_rank}`) : null,
-        h("small", { className: "narrow" }, `${layout(row)}, ${row.ac}`)),
+        h("small", { className: "narrow" }, `${layout(row)}, ${checkpointing(row)}`)),
       h("td", { className: "text rare" }, layout(row)), h("td", { className: "rare" }, `${row.microbatches} × ${row.microbatch_size}`),
-      h("td", { className: "text rare" }, row.ac), h("td", {}, timeText(row.step_seconds, "s", 3)), h("td", { className: "rare" }, Math.round(row.tokens_per_second_per_gpu).toLocaleString("en")),
+      h("td", { className: "text rare" }, checkpointing(row)), h("td", {}, timeText(row.step_seconds, "s", 3)), h("td", { className: "rare" }, Math.round(row.tokens_per_second_per_gpu).toLocaleString("en")),
       h("td", { className: "rare" }, row.mfu === null ? "–" : percentText(row.mfu)), h("td", { className: "rare", title: `bubble rate ${percentText(row.bubble)}` }, percentText(row.idle_fraction)),
       h("td", {}, gigabytes(row.peak_memory)), h("td", {}, memoryBar(row, answer.memory_limit)),
     ];

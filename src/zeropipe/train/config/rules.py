@@ -201,6 +201,8 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
             from zeropipe.core.check import check
 
             check(schedule)
+        if schedule.checkpointed and config.engine.ac != "none":
+            yield f"engine.ac={config.engine.ac!r} does not run with the checkpointed F of {table.name}; use 'none'"
         choose_layers(config, schedule)
         load_layer_costs(config)
     except ZeropipeError as error:
