@@ -11,9 +11,10 @@ from train_runs import metrics_of, model_directory, run_config, train_on
 import zeropipe as zp
 from zeropipe.cli.request import create_request
 from zeropipe.core.formats.json import to_json
-from zeropipe.core.model.layers import format_counts
+from zeropipe.core.model.layers import format_counts, layer_counts
 from zeropipe.errors import ConfigError
 from zeropipe.planning.context import RESERVE
+from zeropipe.sim.compare import compare
 from zeropipe.sim.layer_file import to_layer_json
 from zeropipe.train.config.read import read_run
 from zeropipe.train.config.rules import check_run
@@ -89,6 +90,9 @@ def test_a_schedule_file_with_marks_is_predicted_as_they_say(tmp_path):
     found = request.price()
     assert zp.simulate(found.schedule, found.costs).makespan == timeline.makespan
     assert zp.simulate(found.schedule, found.costs).peak_memory == timeline.peak_memory
+    [even] = compare([schedule], layers)
+    assert even.makespan == zp.simulate(schedule, layers.schedule_costs(schedule, layer_counts(36, 8))).makespan
+    assert even.peak_memory[0] < 0.6 * compare([replace(schedule, checkpointed=frozenset())], layers)[0].peak_memory[0]
     with pytest.raises(ConfigError, match="ac='full' with a schedule that says which F are checkpointed"):
         create_request([str(file)], {"costs_file": str(costs_file), **options, "ac": "full"}).price()
     plain = load_layer_costs(config.model_copy(update={"schedule": read_run(None, [*LARGE, *COSTS]).schedule}))

@@ -67,14 +67,11 @@ class LayerOptions:
         self, costs: LayerCosts, problem: Problem, placement: Placement | None, node_size: int | None,
         schedule: Schedule | None = None,
     ) -> Costs:  # fmt: skip
-        """The costs of each stage, of `schedule` if it is known: with those of checkpointed F if it has any."""
+        """The costs of each stage, of `schedule` if it is known."""
         counts, setting = self.count_layers(costs, problem, placement), self._find_setting(costs)
-        found = costs.costs(counts, setting, ac=self.ac, placement=placement, node_size=node_size)
-        if schedule is None or not schedule.checkpointed:
-            return found
-        setting = costs.checkpointed_setting(setting, self.ac)
-        full = costs.costs(counts, setting, ac="full", placement=placement, node_size=node_size)
-        return found.with_checkpointed(full, problem.num_stages)
+        if schedule is None:
+            return costs.costs(counts, setting, ac=self.ac, placement=placement, node_size=node_size)
+        return costs.schedule_costs(schedule, counts, setting, ac=self.ac, node_size=node_size)
 
     def describe(self, costs: LayerCosts, counts: tuple[int, ...] | None) -> str:
         """How layers are cut, into `counts` if they are known, and the setting if there are several."""

@@ -248,8 +248,7 @@ def _load_costs(
     if per:
         raise ConfigError(f"--per {per}: {HAVE_LAYERS}")
     recorded = find_recorded_setting(found, run.schedule, run.origin, layers, (ac,) if ac else ())
-    priced = found.for_schedule(run.schedule)
-    costs = priced.costs(recorded.counts, recorded.setting, ac=recorded.ac, placement=run.schedule.placement)
+    costs = found.schedule_costs(run.schedule, recorded.counts, recorded.setting, ac=recorded.ac)
     return LoadedCosts(costs, found, recorded)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from zeropipe.core.model.layers import layer_counts
 from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
 from zeropipe.sim.costs import Costs
@@ -22,8 +23,10 @@ def compare(
     """
     timelines = []
     for schedule in schedules:
-        chosen = costs.for_schedule(schedule) if isinstance(costs, LayerCosts) else costs
-        own = chosen.stage_costs(schedule.problem, schedule.placement, per)
+        if isinstance(costs, LayerCosts):
+            own = costs.schedule_costs(schedule, layer_counts(costs.num_layers, schedule.num_stages))
+        else:
+            own = costs.stage_costs(schedule.problem, schedule.placement, per)
         if weight_parts and schedule.problem.num_weight_parts == 1:
             schedule = fill_gaps(schedule, own, weight_parts=weight_parts)
         timelines.append(simulate(schedule, own))

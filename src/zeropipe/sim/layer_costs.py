@@ -628,6 +628,19 @@ class LayerCosts:
         """Bytes of the unsharded weights."""
         return self.state.full_weights(held.trained + held.experts, held.frozen)
 
+    def schedule_costs(
+        self, schedule: Schedule, counts: Sequence[int], setting: Setting | None = None, *, ac: str | None = None,
+        node_size: int | None = None,
+    ) -> Costs:  # fmt: skip
+        """`costs` of the stages of a schedule: of a head as it runs it, and with those of its checkpointed F."""
+        own, setting = self.for_schedule(schedule), setting or self.settings[0]
+        found = own.costs(counts, setting, ac=ac, placement=schedule.placement, node_size=node_size)
+        if not schedule.checkpointed:
+            return found
+        setting = own.checkpointed_setting(setting, ac)
+        full = own.costs(counts, setting, placement=schedule.placement, node_size=node_size)
+        return found.with_checkpointed(full, schedule.num_stages)
+
     def stage_costs(self, problem: Problem, placement: Placement | None = None, per: str = "rank") -> Costs:
         """Costs of stages with layers divided as evenly as possible; `per` has no effect on costs of layers."""
         return self.costs(layer_counts(self.num_layers, problem.num_stages), placement=placement)
