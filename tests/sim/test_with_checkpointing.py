@@ -177,8 +177,10 @@ def test_what_fits_is_not_marked():
     assert zp.with_checkpointing(marked, zp.Costs(memory_limit=4)) == plain
     with pytest.raises(ConfigError, match="no limit to keep: set memory_limit in the costs"):
         zp.with_checkpointing(plain)
-    with pytest.raises(ConfigError, match=r"rank 0 needs 4 with all F checkpointed that can be, .* memory_limit=3;"):
+    with pytest.raises(ConfigError, match="no F saves memory by being checkpointed: set checkpointed_activation"):
         zp.with_checkpointing(plain, zp.Costs(memory_limit=3))  # a mark saves nothing by default
+    with pytest.raises(ConfigError, match=r"rank 0 needs 2\.2 with all F checkpointed that can be, .* memory_limit=2;"):
+        zp.with_checkpointing(plain, zp.Costs(memory_limit=2, checkpointed_activation=0.4))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])

@@ -33,9 +33,13 @@ class CostSource(Protocol):
         """The costs per rank or stage; ConfigError if they are per layer."""
 
     def stage_costs(
-        self, problem: Problem, placement: Placement | None = None, schedule: Schedule | None = None
-    ) -> Costs:
-        """The costs of each stage, of `schedule` if it is known; `placement` says which stages share a rank."""
+        self, problem: Problem, placement: Placement | None = None, schedule: Schedule | None = None,
+        checkpointing: bool = False,
+    ) -> Costs:  # fmt: skip
+        """The costs of each stage, of `schedule` if it is known; `placement` says which stages share a rank.
+
+        With `checkpointing` the costs of checkpointed F are there too, also if the schedule has none.
+        """
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
         """The number of layers of each stage, if the command line cuts a model."""
@@ -62,8 +66,9 @@ class PlainCosts:
         return _override_costs(self.costs, self.flags)
 
     def stage_costs(
-        self, problem: Problem, placement: Placement | None = None, schedule: Schedule | None = None
-    ) -> Costs:
+        self, problem: Problem, placement: Placement | None = None, schedule: Schedule | None = None,
+        checkpointing: bool = False,
+    ) -> Costs:  # fmt: skip
         return self.plain_costs.stage_costs(problem, per=self.per)
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
@@ -92,11 +97,14 @@ class LayerFileCosts:
         raise _per_layer(self.costs.model)
 
     def stage_costs(
-        self, problem: Problem, placement: Placement | None = None, schedule: Schedule | None = None
-    ) -> Costs:
+        self, problem: Problem, placement: Placement | None = None, schedule: Schedule | None = None,
+        checkpointing: bool = False,
+    ) -> Costs:  # fmt: skip
         _require_no_stage_costs(self.flags, self.costs.model)
         costs = self.costs if schedule is None else self.costs.for_schedule(schedule)
-        found = self.options.stage_costs(costs, problem, placement, self.flags.get("node_size"), schedule)
+        found = self.options.stage_costs(
+            costs, problem, placement, self.flags.get("node_size"), schedule, checkpointing
+        )
         return _override_costs(found, self.flags)
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
@@ -120,12 +128,14 @@ class TrainingFileCosts:
         raise _per_layer(self.costs.model)
 
     def stage_costs(
-        self, problem: Problem, placement: Placement | None = None, schedule: Schedule | None = None
-    ) -> Costs:
+        self, problem: Problem, placement: Placement | None = None, schedule: Schedule | None = None,
+        checkpointing: bool = False,
+    ) -> Costs:  # fmt: skip
         from zeropipe.core.placement import linear
 
         _require_no_stage_costs(self.flags, self.costs.model)
-        return _override_costs(self.costs.of(problem, placement or linear(problem), schedule=schedule), self.flags)
+        found = self.costs.of(problem, placement or linear(problem), None, schedule, checkpointing)
+        return _override_costs(found, self.flags)
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:
         return None

@@ -65,13 +65,16 @@ class LayerOptions:
 
     def stage_costs(
         self, costs: LayerCosts, problem: Problem, placement: Placement | None, node_size: int | None,
-        schedule: Schedule | None = None,
+        schedule: Schedule | None = None, checkpointing: bool = False,
     ) -> Costs:  # fmt: skip
-        """The costs of each stage, of `schedule` if it is known."""
+        """The costs of each stage, of `schedule` if it is known; with those of checkpointed F also if it has none."""
         counts, setting = self.count_layers(costs, problem, placement), self._find_setting(costs)
-        if schedule is None:
-            return costs.costs(counts, setting, ac=self.ac, placement=placement, node_size=node_size)
-        return costs.schedule_costs(schedule, counts, setting, ac=self.ac, node_size=node_size)
+        if schedule is not None:
+            placement, checkpointing = schedule.placement, checkpointing or bool(schedule.checkpointed)
+            costs = costs.for_schedule(schedule)
+        return costs.costs(
+            counts, setting, ac=self.ac, placement=placement, node_size=node_size, checkpointing=checkpointing
+        )
 
     def describe(self, costs: LayerCosts, counts: tuple[int, ...] | None) -> str:
         """How layers are cut, into `counts` if they are known, and the setting if there are several."""

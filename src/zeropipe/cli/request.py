@@ -64,6 +64,7 @@ class Request:
     options: Mapping[str, Any]
     weight_parts: int | None
     offload: str | float | None
+    checkpointing: bool
     overlaps: bool
     source: CostSource
     has_costs_file: bool
@@ -85,8 +86,9 @@ class Request:
         return found.schedule if isinstance(found, Timeline) else found
 
     def price(self, spec: Spec | None = None) -> PricedSchedule:
-        """A schedule (by default the first one) with the costs of its stages, W in parts and offloaded if requested."""
+        """A schedule (by default the first one) with the costs of its stages, changed as requested by these."""
         from zeropipe.core.timeline import Timeline
+        from zeropipe.sim.checkpointing import with_checkpointing
         from zeropipe.sim.fit import fit
         from zeropipe.sim.offload import with_offload
         from zeropipe.sim.overlaps import with_overlaps
@@ -98,13 +100,17 @@ class Request:
         if recording is not None and not self.has_costs_file:
             assert isinstance(source, PlainCosts)
             source = replace(source, costs=fit(recording), is_recorded=True)
-        costs = source.stage_costs(schedule.problem, schedule.placement, schedule)
+        costs = source.stage_costs(schedule.problem, schedule.placement, schedule, self.checkpointing)
         if self.weight_parts:
             schedule = self._divide_weights(schedule, costs)
         if self.overlaps:
             schedule = with_overlaps(schedule, costs)
         if self.offload is not None:
             schedule = with_offload(schedule, costs, self.offload)
+        if self.checkpointing:
+            if costs.memory_limit is None:
+                raise ConfigError("checkpointing=fit without a limit to keep: pass --memory-limit")
+            schedule = with_checkpointing(schedule, costs)
         layers = source.count_layers(schedule.problem, schedule.placement)
         return PricedSchedule(schedule, costs, source, recording if self._is_bare else None, layers)
 
@@ -117,7 +123,7 @@ class Request:
     @property
     def _changes_schedule(self) -> bool:
         """Whether the command line changes schedules by their costs."""
-        return bool(self.weight_parts or self.overlaps or self.offload is not None)
+        return bool(self.weight_parts or self.overlaps or self.checkpointing or self.offload is not None)
 
     def _divide_weights(self, schedule: Schedule, costs: Costs) -> Schedule:
         from zeropipe.core.limits import COMMAND_LINE, has_weight_gradients, num_actions_with_parts
@@ -170,6 +176,7 @@ def create_request(schedules: Sequence[str], values: Mapping[str, Any], several:
         {**job.options, **parse_pairs(values.get("pairs", ()), "--option"), **_slices(values)},
         values.get("weight_parts") or job.weight_parts,
         _parse_offload(values.get("offload")),
+        values.get("checkpointing") is not None,
         bool(values.get("overlaps")),
         create_source(costs, values.get("per") or job.per, LayerOptions.from_values(values), flags),
         costs is not None,

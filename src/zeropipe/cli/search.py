@@ -18,7 +18,7 @@ from zeropipe.errors import ConfigError
 if TYPE_CHECKING:
     from zeropipe.core.timeline import Timeline
     from zeropipe.searching.driver import Progress
-    from zeropipe.searching.search import SearchResult
+    from zeropipe.searching.result import SearchResult
 
 PREPARING = "loading kernels: after an installation they are compiled once, for about half a minute"
 
@@ -44,6 +44,8 @@ PREPARING = "loading kernels: after an installation they are compiled once, for 
 @opt.stages_per_rank
 @opt.slices
 @opt.costs
+@opt.offload
+@opt.checkpointing
 def search(out: str | None, as_json: bool, **values: Any) -> None:
     """Search for the fastest schedule that fits, and print its gap to the proven lower bound.
 
@@ -53,6 +55,7 @@ def search(out: str | None, as_json: bool, **values: Any) -> None:
     zeropipe search -p 8 -m 32 --costs c.json --memory-limit 40GB -o found.json
     zeropipe search -p 8 -m 32 -v 2 --w 0.7 --p2p 0.1 --memory-limit 8
     zeropipe search -p 4 -m 8 --slices 1,2,4
+    zeropipe search -p 8 -m 32 --costs c.toml --checkpointing fit
 
     -o writes .json (schedule and times, for all commands), .csv, or a picture: .html, .svg, .png, .pdf.
     """
@@ -70,10 +73,13 @@ def search(out: str | None, as_json: bool, **values: Any) -> None:
             raise ConfigError(f"{name} is missing: pass --{name} N")
     ranks, microbatches = request.ranks[0], request.microbatches[0]
     per_rank = request.stages_per_rank[0] if request.stages_per_rank else 1
+    if request.offload not in (None, "fit"):
+        raise ConfigError(f"offload={request.offload}: a search takes fit only, as few as keep the memory limit")
     problem = Problem(ranks, ranks * per_rank, microbatches)
     rule = PLACEMENTS.get(values["placement"])  # none for "all", where no stages are known to share a rank
     placement = rule(problem) if rule else None
-    costs, layers = request.source.stage_costs(problem, placement), request.source.count_layers(problem, placement)
+    costs = request.source.stage_costs(problem, placement, None, request.checkpointing)
+    layers = request.source.count_layers(problem, placement)
     limits = _parse_sizes(values["rank_limits"])
     for limit in limits or ():
         require_unit("--rank-limits", limit, costs)
@@ -81,7 +87,8 @@ def search(out: str | None, as_json: bool, **values: Any) -> None:
         found = search_schedule(
             ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank, costs=costs,
             weight_parts=request.weight_parts or 1, slices=slices or [1], progress=progress, rank_limits=limits,
-            seconds=values["search_seconds"], steps=values["search_steps"],
+            seconds=values["search_seconds"], steps=values["search_steps"], checkpointing=request.checkpointing,
+            offload=request.offload is not None,
             **{name: values[name] for name in ("placement", "objective", "seed", "workers")},
         )  # fmt: skip
     if out:

@@ -50,6 +50,7 @@ def list_schedules(as_json: bool) -> None:
 @opt.size
 @opt.costs
 @opt.offload
+@opt.checkpointing
 @opt.overlaps
 def show(schedule: str, as_json: bool, **values: Any) -> None:
     """Draw a schedule in the terminal.
@@ -84,6 +85,7 @@ def show(schedule: str, as_json: bool, **values: Any) -> None:
 @opt.looks
 @opt.costs
 @opt.offload
+@opt.checkpointing
 @opt.overlaps
 def draw(schedule: str, out: str, comms: bool, as_json: bool, **values: Any) -> None:
     """Write a schedule to a file: a picture, a page, a trace, or its text.

@@ -23,6 +23,7 @@ NUM_END_RANKS = 32  # shown at the beginning and at the end of the table
 @opt.size
 @opt.costs
 @opt.offload
+@opt.checkpointing
 @opt.overlaps
 def simulate(schedule: str, as_json: bool, **values: Any) -> None:
     """Predict the time, idle time and memory of a schedule, rank by rank.

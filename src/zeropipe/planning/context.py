@@ -76,12 +76,6 @@ class PlanContext:
         self, candidate: Candidate, counts: Sequence[int], placement: Placement, *, gathers: bool = True
     ) -> Costs:
         """Costs of a candidate's stages; without `gathers`, full weights and gradients are resident all the time."""
-        if candidate.checkpointing:
-            plain, full = (
-                self.stage_costs(replace(candidate, ac=ac, checkpointing=False), counts, placement, gathers=gathers)
-                for ac in (candidate.ac, "full")
-            )
-            return plain.with_checkpointed(full, len(counts))
         layout = candidate.layout
         return self.costs.costs(
             counts, self.setting(candidate), ac=candidate.ac, placement=placement, shards=layout.num_shards,
@@ -91,6 +85,7 @@ class PlanContext:
             memory_limit=self.memory_limit if isfinite(self.memory_limit) else None, turns=candidate.turns,
             slice_shares=() if candidate.slices == 1 else self.slice_shares(candidate, candidate.slices),
             offload_bandwidth=float(self.costs.machine["host_bandwidth"]) if self.has_host_link else None,
+            checkpointing=candidate.checkpointing,
         )  # fmt: skip
 
     @property

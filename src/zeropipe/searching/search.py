@@ -2,75 +2,27 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
 from time import monotonic
-from typing import Literal, get_args
+from typing import get_args
 
 from zeropipe.core.action import MAX_SLICES, MAX_STAGES
 from zeropipe.core.placement import MAX_WEIGHT_PARTS, PLACEMENTS, Placement, PlacementRule, Problem, linear
-from zeropipe.core.schedule import Schedule
 from zeropipe.core.timeline import Timeline
-from zeropipe.core.units import count_text
 from zeropipe.core.workers import count_cores
 from zeropipe.errors import ConfigError, require_positive_integers, short
-from zeropipe.searching.driver import TICK_SECONDS, Progress, SearchDriver, relative_gap
+from zeropipe.searching.driver import TICK_SECONDS, Progress, SearchDriver
+from zeropipe.searching.result import Objective, SearchResult
+from zeropipe.searching.saving import create_saving, search_saving
 from zeropipe.searching.sliced import SlicedTask, search_sliced
-from zeropipe.searching.task import SearchTask, timeline_value
+from zeropipe.searching.task import SearchTask
 from zeropipe.searching.warm_kernels import warm_kernels
 from zeropipe.sim.costs import Costs, require_stage_costs
 from zeropipe.sim.simulate import simulate
 
-Objective = Literal["makespan", "span"]
 MAX_PASSES = 4_000_000  # F and I of all stages and microbatches
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The best schedule that was found, and a lower bound: a time that no schedule can beat."""
-
-    schedule: Schedule
-    timeline: Timeline
-    objective: Objective
-    bound: float
-    seconds: float
-    interrupted: bool = False
-    registered: Timeline | None = None  # the best built-in or registered schedule that fits
-    placements: tuple[str, ...] = ()  # the names of those that were searched
-    slices: tuple[int, ...] = (1,)  # the numbers of slices that were searched
-
-    @property
-    def value(self) -> float:
-        """The makespan, or the longest span: what was minimized."""
-        return self.value_of(self.timeline)
-
-    def value_of(self, timeline: Timeline) -> float:
-        """Return the same of another timeline."""
-        return timeline_value(timeline, self.objective == "span")
-
-    @property
-    def gap(self) -> float:
-        """How far the value is above the bound: 0.01 is one percent, and 0 proves that nothing is better."""
-        return relative_gap(self.value, self.bound)
-
-    @property
-    def searched(self) -> str:
-        """The schedules that were searched: a gap of 0 proves that none of them is better."""
-        number = self.schedule.problem.stages_per_rank
-        placed = f" in a {' or '.join(self.placements)}" if number > 1 else ""
-        sliced = "" if self.slices == (1,) else f", {' or '.join(map(str, self.slices))} slices"
-        return f"schedules with {count_text(number, 'stage')} per rank{placed}{sliced} and one copy of the model"
-
-    @property
-    def named(self) -> Timeline | None:
-        """Deprecated name of `registered`."""
-        warnings.warn("SearchResult.named is deprecated: use registered", DeprecationWarning, stacklevel=2)
-        return self.registered
-
-    def __str__(self) -> str:
-        return f"{self.schedule.name}: {self.objective} {self.value:g}, bound {self.bound:g}, gap {self.gap:.2%}"
 
 
 def search(
@@ -83,6 +35,8 @@ def search(
     weight_parts: int = 1,
     slices: int | Sequence[int] = 1,
     rank_limits: Sequence[float] | None = None,
+    checkpointing: bool = False,
+    offload: bool = False,
     seconds: float = 10.0,
     seed: int = 0,
     objective: Objective = "makespan",
@@ -97,8 +51,10 @@ def search(
     rank). The same seed and steps give the same schedule; a search by time depends on the machine. `progress` is called
     repeatedly with the state of the search, and ends it by returning True. Ctrl-C ends it too, and the best so far is
     returned. `slices` are the numbers of slices of a sequence to try; with more than one they are searched in the
-    placements linear and loop, for the makespan. Before the time starts the compiled kernels are loaded, which takes a
-    second; after an installation they are compiled, which takes about half a minute.
+    placements linear and loop, for the makespan. With `checkpointing` as few F are checkpointed, and with `offload` as
+    few activations copied to the host, as keep `costs.memory_limit`, for the makespan. Before the time starts the
+    compiled kernels are loaded, which takes a second; after an installation they are compiled, which takes about half a
+    minute.
     """
     costs = require_stage_costs(costs)
     require_positive_integers(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
@@ -119,6 +75,17 @@ def search(
             f"{problem.num_stages} stages x {microbatches} microbatches: a search takes at most {MAX_PASSES // 2} "
             "stages times microbatches; use fewer microbatches"
         )
+    saving = create_saving(checkpointing, offload, costs, problem.num_stages)
+    if saving is not None:
+        given = {"slices": numbers != (1,), "rank_limits": rank_limits is not None, "objective": objective == "span"}
+        if refused := [name for name, is_given in given.items() if is_given]:
+            raise ConfigError(f"{refused[0]} with {saving.name}: are not searched together; use one of them")
+        return search_saving(
+            saving, lambda own, share: search(
+                ranks=ranks, microbatches=microbatches, costs=own, stages_per_rank=stages_per_rank, placement=placement,
+                weight_parts=weight_parts, seconds=share, seed=seed, steps=steps, progress=progress, workers=workers,
+            ), problem, _placements(placement, problem), seconds=float(seconds), steps=steps, seed=seed,
+        )  # fmt: skip
     limits = None if rank_limits is None else _limits(rank_limits, ranks, costs)
     if numbers != (1,):
         return _search_slices(

@@ -94,6 +94,10 @@ def _choose(plain: Schedule, costs: Costs, limit: float) -> frozenset[Key]:
 def _require_fit(plain: Schedule, costs: Costs, every: frozenset[Key], limit: float) -> None:
     peaks = simulate(replace(plain, checkpointed=every), costs).peak_memory
     for rank, peak in enumerate(peaks):
+        if peak > limit and not every:
+            raise ConfigError(
+                "no F saves memory by being checkpointed: set checkpointed_activation, what such an F keeps"
+            )
         if peak > limit:
             sizes = [size_text(size, costs.memory_unit) for size in (peak, costs.memory_limit or 0.0)]
             raise ConfigError(

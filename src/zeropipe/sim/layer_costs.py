@@ -355,8 +355,6 @@ class LayerCosts:
         if mode.every == 1:
             return [setting.kinds[kind] for kind in self.layers]
         found = {name: self._with_mode(setting, name) for name in ("none", "full")}
-        if setting.bandwidths is not None:
-            found = {name: one.with_exchanges(setting.bandwidths) for name, one in found.items()}
         by_mode = {name: one.kinds for name, one in found.items()}
         return [by_mode[mode.of_layer(layer)][kind] for layer, kind in enumerate(self.layers)]
 
@@ -372,7 +370,8 @@ class LayerCosts:
 
     def _with_mode(self, setting: Setting, ac: str) -> Setting:
         names = ("microbatch_size", "tp", "compile", "sequence_parallel", "ep", "cp")
-        return self.setting(ac=ac, **{name: getattr(setting, name) for name in names})
+        found = self.setting(ac=ac, **{name: getattr(setting, name) for name in names})
+        return found if setting.bandwidths is None else found.with_exchanges(setting.bandwidths)
 
     def stage_kinds(self, counts: Sequence[int]) -> list[list[tuple[str, int | None]]]:
         """(kind, index of the decoder layer or None) of each stage's layers, embedding first, head and loss last."""
@@ -412,6 +411,7 @@ class LayerCosts:
         turns: bool = True,
         slice_shares: Sequence[float] = (),
         offload_bandwidth: float | None = None,
+        checkpointing: bool = False,
     ) -> Costs:
         """Costs of stages with `counts` layers, by default in the first setting, in seconds and bytes.
 
@@ -420,9 +420,19 @@ class LayerCosts:
         simulated, reductions where `gradients` says, as in `lower`; without it, full weights and gradients are resident
         all the time. `node_size` is the number of pipeline ranks per machine. With divided experts, F and B of an
         Overlap take `turns`, so that exchanges are hidden behind computations. `slice_shares` are the tokens of each
-        slice of a sequence, in shares; `offload_bandwidth` the bytes per second of copies to the host and back.
+        slice of a sequence, in shares; `offload_bandwidth` the bytes per second of copies to the host and back. With
+        `checkpointing` the costs of F that a schedule says are checkpointed are there too.
         """
         require_positive_integers(shards=shards)
+        if checkpointing:
+            options: dict[str, Any] = {
+                "placement": placement, "shards": shards, "gather": gather, "gradients": gradients,
+                "shard_link": shard_link, "node_size": node_size, "memory_limit": memory_limit, "turns": turns,
+                "slice_shares": slice_shares, "offload_bandwidth": offload_bandwidth,
+            }  # fmt: skip
+            full = self.checkpointed_setting(setting or self.settings[0], ac)
+            plain = self.costs(counts, setting, ac=ac, **options)
+            return plain.with_checkpointed(self.costs(counts, full, **options), len(counts))
         chosen = self.price_exchanges(setting or self.settings[0])
         stages = self.stage_layers(counts, chosen, ac)
         if placement is not None and len(placement.copies[0]) != len(stages):
@@ -633,13 +643,10 @@ class LayerCosts:
         node_size: int | None = None,
     ) -> Costs:  # fmt: skip
         """`costs` of the stages of a schedule: of a head as it runs it, and with those of its checkpointed F."""
-        own, setting = self.for_schedule(schedule), setting or self.settings[0]
-        found = own.costs(counts, setting, ac=ac, placement=schedule.placement, node_size=node_size)
-        if not schedule.checkpointed:
-            return found
-        setting = own.checkpointed_setting(setting, ac)
-        full = own.costs(counts, setting, placement=schedule.placement, node_size=node_size)
-        return found.with_checkpointed(full, schedule.num_stages)
+        return self.for_schedule(schedule).costs(
+            counts, setting, ac=ac, placement=schedule.placement, node_size=node_size,
+            checkpointing=bool(schedule.checkpointed),
+        )  # fmt: skip
 
     def stage_costs(self, problem: Problem, placement: Placement | None = None, per: str = "rank") -> Costs:
         """Costs of stages with layers divided as evenly as possible; `per` has no effect on costs of layers."""

@@ -41,9 +41,9 @@ class RunCosts:
 
     def of(
         self, problem: Problem, placement: Placement, layers: Sequence[int] | None = None,
-        schedule: Schedule | None = None,
+        schedule: Schedule | None = None, checkpointing: bool = False,
     ) -> Costs:  # fmt: skip
-        """The costs of each stage, of `schedule` if it is known.
+        """The costs of each stage, of `schedule` if it is known; with `checkpointing` those of checkpointed F too.
 
         `layers` defaults to `schedule.layers`, where that is for as many stages, else layers are spread evenly.
         """
@@ -60,8 +60,9 @@ class RunCosts:
         costs = replace(costs, state=state_bytes(self.config))
         costs = costs if schedule is None else costs.for_schedule(schedule)
         context = PlanContext.create(costs, table.gpus_per_node, inf if limit is None else limit)
-        marks = table.checkpointing is not None or (schedule is not None and bool(schedule.checkpointed))
-        candidate = make_candidate(self.config, problem, checkpointing=marks)
+        if schedule is not None and schedule.checkpointed:
+            checkpointing = True
+        candidate = make_candidate(self.config, problem, checkpointing=checkpointing or table.checkpointing is not None)
         return context.stage_costs(candidate, counts, placement)
 
 
