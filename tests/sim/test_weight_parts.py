@@ -225,3 +225,21 @@ def test_wrong_numbers_of_parts_in_files(tmp_path):
     path.write_text('{"traceEvents": []}')
     with pytest.raises(ConfigError, match="this trace is not zeropipe"):
         load_costs(str(path))
+
+
+def test_no_rank_has_a_higher_peak_where_stages_have_workspaces():
+    """Without a limit: workspaces of different sizes are not taken for memory that is there all the time."""
+    costs = zp.Costs(
+        i=[1.3, 1.2, 0.8, 1.5, 0.7, 0.6], w=1.6, b=[0.785, 1.444, 1.252, 1.172, 2.488, 1.193],
+        activation=[1.134, 0.665, 1.241, 0.814, 1.164, 1.482], workspace=[0.037, 0.448, 0.422, 0.322, 0.34, 0.017],
+    )  # fmt: skip
+    cases = [
+        (zp.build("zbv", ranks=3, microbatches=2), costs),
+        (zp.build("v-min", ranks=2, microbatches=8), zp.Costs(i=1.2, w=1.6, p2p=0.1, workspace=[2, 1, 2, 0])),
+    ]
+    for schedule, costs in cases:
+        plain = zp.simulate(schedule, costs)
+        for parts in (1, 2, 4):
+            filled = zp.simulate(zp.fill_gaps(schedule, costs, weight_parts=parts), costs)
+            assert filled.makespan <= plain.makespan * (1 + 1e-9)
+            assert all(map(lambda one, most: one <= most * (1 + 1e-9), filled.peak_memory, plain.peak_memory))

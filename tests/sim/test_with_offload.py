@@ -197,3 +197,13 @@ def test_slices_are_refused():
     sliced = zp.build("seq1f1b", ranks=2, microbatches=4, slices=2)
     with pytest.raises(ConfigError, match=r"offload=fit: .* whole microbatches, and .* 2 slices; use one"):
         zp.with_offload(sliced, offload="fit")
+
+
+def test_auto_takes_no_time_where_sends_block():
+    schedule = zp.build("dualpipev", ranks=2, microbatches=6)
+    costs = zp.Costs(
+        f=[0.456, 0.248, 0.203, 0.191], i=1.004, w=1.611, blocking=True, bandwidth=5.0, message=1.0, activation=1.311,
+        offload_bandwidth=1, reload_bandwidth=1,
+    )  # fmt: skip
+    copied = zp.simulate(zp.with_offload(schedule, costs, "auto"), costs)
+    assert copied.makespan <= zp.simulate(schedule, costs).makespan * (1 + 1e-9)

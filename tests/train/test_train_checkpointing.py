@@ -103,6 +103,23 @@ def test_a_schedule_file_with_marks_is_predicted_as_they_say(tmp_path):
     assert any("no setting with ac=full" in note for note in unknown.notes)
 
 
+def test_recomputation_is_named_with_slices_and_with_ac_full(tmp_path):
+    """A slice of a checkpointed F is computed again once; ac full says what it recomputes."""
+    options = ("--mesh.pp", "4", "--data.batch", "16", "--data.microbatch", "1", "--data.sequence", "4096")
+    base = [*LARGE[:6], *options, *COSTS, "--engine.compile", "false"]
+    seconds = {}
+    for slices in (1, 2, 4):
+        plain = zp.build("seq1f1b", ranks=4, microbatches=16, slices=slices)
+        keys = frozenset((stage, number) for stage in range(4) for number in range(16 * slices))
+        file = tmp_path / f"all{slices}.json"
+        file.write_text(to_json(replace(plain, checkpointed=keys, rebuild=None)))
+        seconds[slices] = preview(read_run(None, [*base, "--schedule.name", str(file)])).prediction.parts["recompute"]
+    assert seconds[1] > 0
+    assert list(seconds.values()) == pytest.approx([seconds[1]] * 3)
+    full = preview(read_run(None, [*base, "--engine.ac", "full"])).prediction
+    assert full.parts["recompute"] == pytest.approx(seconds[1], rel=0.05)
+
+
 def test_a_run_has_the_same_losses(tmp_path):
     start, file = model_directory(tmp_path / "model"), tmp_path / "costs.json"
     losses = {}

@@ -120,7 +120,8 @@ def _compare(request: Request) -> Comparison:
                     raise
                 if has_sizes and variant.ranks and variant.microbatches:
                     title += f" at {_size_text((variant.ranks, variant.microbatches))}"
-                refused.append((title, str(error)))
+                if (title, str(error)) not in refused:
+                    refused.append((title, str(error)))
                 continue
             if isinstance(found, Timeline) and not request.has_costs_file:
                 recorded.append(spec.name)

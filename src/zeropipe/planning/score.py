@@ -158,8 +158,12 @@ def _recompute_seconds(context: PlanContext, candidate: Candidate) -> float:
 
 def _marked_seconds(run: Simulation) -> float:
     """Seconds of recomputation of the F that the schedule marks."""
-    recompute = run.resident_costs.column("recompute", len(run.stages))
-    return sum(recompute[stage] for stage, _ in run.pipeline.schedule.checkpointed)
+    schedule, costs, num_stages = run.pipeline.schedule, run.resident_costs, len(run.stages)
+    if not schedule.checkpointed:
+        return 0.0
+    plain, marked = (SliceCosts.of(schedule, one) for one in (costs, costs.with_all_checkpointed(num_stages)))
+    rows = [number % len(plain.shares) * num_stages + stage for stage, number in schedule.checkpointed]
+    return sum(marked.times()[I][row] - plain.times()[I][row] for row in rows)
 
 
 def _sum_seconds(context: PlanContext, run: Simulation) -> float:

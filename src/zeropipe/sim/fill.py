@@ -63,15 +63,31 @@ def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, weight_parts: i
     one up to the peak of its rank. The schedule never becomes longer; one without W stays unchanged.
     """
     require_schedule(schedule)
-    costs = require_stage_costs(costs).with_reserved_workspace(schedule.placement)
+    exact = require_stage_costs(costs)
+    costs = exact.with_reserved_workspace(schedule.placement)
     divided = simulate(divide_weights(schedule, weight_parts), costs)
     if costs.shards is not None:
         return _fill_sharded(simulate(schedule, costs), divided, costs)
+    if costs is not exact and costs.memory_limit is None:
+        return _fill_beside_workspace(simulate(divided.schedule, exact), costs, exact)
     limits = divided.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * schedule.num_ranks
     filled = _fill_rows(divided.schedule, costs, limits)
     if not (costs.blocking or costs.blocking_ends or costs.serial_links):
         filled = filled[:1]  # the others are known to be no shorter
     return min(divided, *(simulate(one, costs) for one in filled), key=lambda timeline: timeline.makespan).schedule
+
+
+def _fill_beside_workspace(divided: Timeline, costs: Costs, exact: Costs) -> Schedule:
+    """The shortest of the divided and filled schedules in which no rank has a higher peak than in the divided one.
+
+    Rows are filled by `costs`, where the largest workspace is resident all the time, so peaks are higher than with the
+    `exact` costs.
+    """
+    limits = (simulate(divided.schedule, costs).peak_memory, divided.peak_memory)
+    filled = [simulate(one, exact) for own in limits for one in _fill_rows(divided.schedule, costs, own)]
+    bounds = [peak * ROUNDING for peak in divided.peak_memory]
+    fitting = [one for one in filled if all(p <= bound for p, bound in zip(one.peak_memory, bounds, strict=True))]
+    return min([divided, *fitting], key=lambda timeline: timeline.makespan).schedule
 
 
 def _fill_sharded(original: Timeline, divided: Timeline, costs: Costs) -> Schedule:

@@ -23,6 +23,8 @@ from zeropipe.errors import ConfigError, short
 from zeropipe.sim.costs import OFFLOAD_COLUMNS, Costs, require_stage_costs
 from zeropipe.sim.simulate import simulate
 
+NUM_PARTS = 8  # of the copies that hide: if the step is longer with them, so many parts are tried
+
 
 class Lifetime(NamedTuple):
     """The activations of a microbatch in a stage, from F to the backward."""
@@ -71,9 +73,22 @@ def with_offload(
     else:
         counts = [rank.count_of_share(float(offload)) for rank in ranks]
     placed = _place(plain, ranks, counts)
+    if offload == "auto":
+        placed = _drop_exposed(plain, timeline, costs, ranks, placed)
     if schedule.rebuild is None:
         return placed
     return replace(placed, rebuild=partial(_rebuild, schedule.rebuild, costs, offload))
+
+
+def _drop_exposed(
+    plain: Schedule, timeline: Timeline, costs: Costs, ranks: Sequence[_Rank], placed: Schedule
+) -> Schedule:  # fmt: skip
+    """The schedule with fewer copies, if the step with them is longer: sends that block take time beside actions."""
+    part = 1.0
+    while part > 0 and simulate(placed, costs).makespan > timeline.makespan * ROUNDING:
+        part = max(0.0, part - 1 / NUM_PARTS)
+        placed = _place(plain, ranks, [int(part * rank.num_hidden) for rank in ranks])
+    return placed
 
 
 def _rebuild(again: Callable[[int], Schedule], costs: Costs, offload: str | float, num_microbatches: int) -> Schedule:

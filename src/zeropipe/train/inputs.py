@@ -198,12 +198,16 @@ def _has_whole_rows(config: RunConfig) -> bool:
     return AttentionHeads(heads if isinstance(heads, int) else None, 1, 1, mesh.tp).allow_exchange(mesh.cp)
 
 
-def _may_checkpoint(config: RunConfig) -> bool:
-    """Whether the schedule may say which F are checkpointed."""
-    table = config.schedule
-    return table.checkpointing is not None or (
-        config.engine.ac == "none" and has_suffix(table.name, *SCHEDULE_SUFFIXES)
-    )
+def _list_modes(config: RunConfig) -> list[str]:
+    """The modes of activation checkpointing whose costs a prediction needs, that of the run first.
+
+    `none` says what is recomputed, `full` what F cost that the schedule says are checkpointed.
+    """
+    mode = config.engine.ac
+    if mode != "none":
+        return [mode, "none"]
+    marks = config.schedule.checkpointing is not None or has_suffix(config.schedule.name, *SCHEDULE_SUFFIXES)
+    return ["none", "full"] if marks else ["none"]
 
 
 def load_layer_costs(config: RunConfig) -> LayerCosts | None:
@@ -223,7 +227,7 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
             )
         return estimate(
             open_shapes(config), gpu=source, sequence=config.data.sequence, dtype=dtype,
-            ac=[config.engine.ac, "full"] if _may_checkpoint(config) else config.engine.ac,
+            ac=_list_modes(config),
             microbatch_size=config.data.microbatch, tp=config.mesh.tp,
             compile=is_compiled(config, predicted_device(config)),
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
