@@ -378,13 +378,13 @@ def slow_compiler(schedule: Schedule) -> float:
     """Rank 1 compiles its stage for far longer than the time-out."""
 
     def backend(graph: Any, inputs: Any) -> Any:
-        time.sleep(9)
+        time.sleep(17)
         return graph.forward
 
     stages = own(blocks(schedule.num_stages), schedule)
     if dist.get_rank() == 1:
         stages[1].compile(backend=backend)
-    with Engine(schedule, stages, timeout=4.0) as engine:  # of one length, so that it is compiled once
+    with Engine(schedule, stages, timeout=8.0) as engine:  # of one length, so that it is compiled once
         return engine.train_step(microbatches(schedule.num_microbatches, lengths=(3,)), SquareLoss()).count
 
 
