@@ -101,10 +101,10 @@ class LayerFileCosts:
         checkpointing: bool = False,
     ) -> Costs:  # fmt: skip
         _require_no_stage_costs(self.flags, self.costs.model)
-        costs = self.costs if schedule is None else self.costs.for_schedule(schedule)
-        found = self.options.stage_costs(
-            costs, problem, placement, self.flags.get("node_size"), schedule, checkpointing
-        )
+        costs = self.costs
+        if schedule is not None:
+            costs, checkpointing = costs.for_schedule(schedule), checkpointing or bool(schedule.checkpointed)
+        found = self.options.stage_costs(costs, problem, placement, self.flags.get("node_size"), checkpointing)
         return _override_costs(found, self.flags)
 
     def count_layers(self, problem: Problem, placement: Placement | None) -> tuple[int, ...] | None:

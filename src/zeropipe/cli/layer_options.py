@@ -65,16 +65,13 @@ class LayerOptions:
 
     def stage_costs(
         self, costs: LayerCosts, problem: Problem, placement: Placement | None, node_size: int | None,
-        schedule: Schedule | None = None, checkpointing: bool = False,
+        checkpointing: bool = False,
     ) -> Costs:  # fmt: skip
-        """The costs of each stage, of `schedule` if it is known; with those of checkpointed F also if it has none."""
-        counts, setting = self.count_layers(costs, problem, placement), self._find_setting(costs)
-        if schedule is not None:
-            placement, checkpointing = schedule.placement, checkpointing or bool(schedule.checkpointed)
-            costs = costs.for_schedule(schedule)
+        """The costs of each stage; with `checkpointing` also those of checkpointed F."""
         return costs.costs(
-            counts, setting, ac=self.ac, placement=placement, node_size=node_size, checkpointing=checkpointing
-        )
+            self.count_layers(costs, problem, placement), self._find_setting(costs), ac=self.ac, placement=placement,
+            node_size=node_size, checkpointing=checkpointing,
+        )  # fmt: skip
 
     def describe(self, costs: LayerCosts, counts: tuple[int, ...] | None) -> str:
         """How layers are cut, into `counts` if they are known, and the setting if there are several."""

@@ -300,11 +300,9 @@ offload = option(
     "or a share from 0 to 1.",
 )  # fmt: skip
 checkpointing = option(
-    "--checkpointing",
-    type=click.Choice(["fit"]),
-    group="Costs",
+    "--checkpointing", type=click.Choice(["fit"]), group="Costs",
     help="Checkpoint as few F as keep the memory limit; checkpointed_activation is what such an F keeps.",
-)
+)  # fmt: skip
 overlaps = option(
     "--overlaps", is_flag=True, group="Costs",
     help="Make an Overlap of each F and B that are neighbours and can start at the same time.",

@@ -21,7 +21,7 @@ NUM_MISFITS = 3
 EXPOSED = ", cp: parts of sequences, ep: experts divided; exposed: exchanges that no computation hides"
 REGATHER = ", rg: weights gathered for every microbatch"
 OFFLOAD = ", off: activations copied to the host"
-CHECKPOINTED = ", % of F: so many F are checkpointed"
+CHECKPOINTED = ", x% of F: only these are checkpointed"
 _FLAGS = {"pp": "--ranks", "microbatch_sizes": "--microbatch"}  # of arguments of zp.plan; others have their own names
 
 

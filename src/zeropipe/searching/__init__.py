@@ -10,7 +10,7 @@
 - `overlap_search`: which F and B of a rank run together as Overlaps.
 - `bounds`: proven lower bounds.
 - `solver`: CP-SAT on small tasks.
-- `saving`: schedules that checkpoint some F, or copy some activations to the host.
+- `memory_saving`: schedules that checkpoint some F, or copy some activations to the host.
 - `sliced`: schedules with slices of sequences, by lags of each rank.
 - `warm_kernels`: compile or load the kernels.
 """

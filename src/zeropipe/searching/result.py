@@ -28,7 +28,7 @@ class SearchResult:
     registered: Timeline | None = None  # the best built-in or registered schedule that fits
     placements: tuple[str, ...] = ()  # the names of those that were searched
     slices: tuple[int, ...] = (1,)  # the numbers of slices that were searched
-    saving: str = ""  # how they may save memory
+    memory_saving: str = ""  # how they may save memory
 
     @property
     def value(self) -> float:
@@ -50,7 +50,7 @@ class SearchResult:
         number = self.schedule.problem.stages_per_rank
         placed = f" in a {' or '.join(self.placements)}" if number > 1 else ""
         sliced = "" if self.slices == (1,) else f", {' or '.join(map(str, self.slices))} slices"
-        saved = f", {self.saving}," if self.saving else ""
+        saved = f", {self.memory_saving}," if self.memory_saving else ""
         return f"schedules with {count_text(number, 'stage')} per rank{placed}{sliced}{saved} and one copy of the model"
 
     @property

@@ -14,8 +14,8 @@ from zeropipe.core.timeline import Timeline
 from zeropipe.core.workers import count_cores
 from zeropipe.errors import ConfigError, require_positive_integers, short
 from zeropipe.searching.driver import TICK_SECONDS, Progress, SearchDriver
+from zeropipe.searching.memory_saving import create_memory_saving, search_saving_memory
 from zeropipe.searching.result import Objective, SearchResult
-from zeropipe.searching.saving import create_saving, search_saving
 from zeropipe.searching.sliced import SlicedTask, search_sliced
 from zeropipe.searching.task import SearchTask
 from zeropipe.searching.warm_kernels import warm_kernels
@@ -75,12 +75,12 @@ def search(
             f"{problem.num_stages} stages x {microbatches} microbatches: a search takes at most {MAX_PASSES // 2} "
             "stages times microbatches; use fewer microbatches"
         )
-    saving = create_saving(checkpointing, offload, costs, problem.num_stages)
+    saving = create_memory_saving(checkpointing, offload, costs, problem.num_stages)
     if saving is not None:
         given = {"slices": numbers != (1,), "rank_limits": rank_limits is not None, "objective": objective == "span"}
         if refused := [name for name, is_given in given.items() if is_given]:
             raise ConfigError(f"{refused[0]} with {saving.name}: are not searched together; use one of them")
-        return search_saving(
+        return search_saving_memory(
             saving, lambda own, share: search(
                 ranks=ranks, microbatches=microbatches, costs=own, stages_per_rank=stages_per_rank, placement=placement,
                 weight_parts=weight_parts, seconds=share, seed=seed, steps=steps, progress=progress, workers=workers,

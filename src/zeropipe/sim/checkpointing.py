@@ -45,7 +45,7 @@ class Lifetime(NamedTuple):
         return self.saved - (self.added if step == self.backward else 0.0)
 
     @property
-    def rank(self) -> tuple[float, int]:
+    def priority(self) -> tuple[float, int]:
         """The lifetimes with the highest one are marked first."""
         return (self.saved / self.recompute if self.recompute else inf, self.backward)
 
@@ -94,11 +94,11 @@ def _choose(plain: Schedule, costs: Costs, limit: float) -> frozenset[Key]:
 def _require_fit(plain: Schedule, costs: Costs, every: frozenset[Key], limit: float) -> None:
     peaks = simulate(replace(plain, checkpointed=every), costs).peak_memory
     for rank, peak in enumerate(peaks):
-        if peak > limit and not every:
-            raise ConfigError(
-                "no F saves memory by being checkpointed: set checkpointed_activation, what such an F keeps"
-            )
         if peak > limit:
+            if not every:
+                raise ConfigError(
+                    "no F saves memory by being checkpointed: set checkpointed_activation, what such an F keeps"
+                )
             sizes = [size_text(size, costs.memory_unit) for size in (peak, costs.memory_limit or 0.0)]
             raise ConfigError(
                 f"rank {rank} needs {sizes[0]} with all F checkpointed that can be, which is more than "
@@ -192,7 +192,7 @@ def _sweep(
                 for lifetime in set(lifetimes).difference(marked):
                     _change(during, after, lifetime, -1)
                 return None
-            best = max(useful, key=lambda lifetime: lifetime.rank)
+            best = max(useful, key=lambda lifetime: lifetime.priority)
             there.remove(best)
             marked.append(best)
             _change(during, after, best, -1)

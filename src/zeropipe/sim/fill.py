@@ -69,7 +69,7 @@ def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, weight_parts: i
     if costs.shards is not None:
         return _fill_sharded(simulate(schedule, costs), divided, costs)
     if costs is not exact and costs.memory_limit is None:
-        return _fill_beside_workspace(simulate(divided.schedule, exact), costs, exact)
+        return _fill_beside_workspace(divided, simulate(divided.schedule, exact), costs, exact)
     limits = divided.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * schedule.num_ranks
     filled = _fill_rows(divided.schedule, costs, limits)
     if not (costs.blocking or costs.blocking_ends or costs.serial_links):
@@ -77,17 +77,15 @@ def fill_gaps(schedule: Schedule, costs: Costs | None = None, *, weight_parts: i
     return min(divided, *(simulate(one, costs) for one in filled), key=lambda timeline: timeline.makespan).schedule
 
 
-def _fill_beside_workspace(divided: Timeline, costs: Costs, exact: Costs) -> Schedule:
+def _fill_beside_workspace(reserved: Timeline, divided: Timeline, costs: Costs, exact: Costs) -> Schedule:
     """The shortest of the divided and filled schedules in which no rank has a higher peak than in the divided one.
 
-    Rows are filled by `costs`, where the largest workspace is resident all the time, so peaks are higher than with the
-    `exact` costs.
+    Rows are filled by `costs`, where the largest workspace is resident all the time, so the peaks of the divided
+    schedule, `reserved`, are higher than with the `exact` costs.
     """
-    limits = (simulate(divided.schedule, costs).peak_memory, divided.peak_memory)
+    limits = (reserved.peak_memory, divided.peak_memory)
     filled = [simulate(one, exact) for own in limits for one in _fill_rows(divided.schedule, costs, own)]
-    bounds = [peak * ROUNDING for peak in divided.peak_memory]
-    fitting = [one for one in filled if all(p <= bound for p, bound in zip(one.peak_memory, bounds, strict=True))]
-    return min([divided, *fitting], key=lambda timeline: timeline.makespan).schedule
+    return min(_select_fitting([divided, *filled], limits[1]), key=lambda timeline: timeline.makespan).schedule
 
 
 def _fill_sharded(original: Timeline, divided: Timeline, costs: Costs) -> Schedule:
@@ -100,10 +98,15 @@ def _fill_sharded(original: Timeline, divided: Timeline, costs: Costs) -> Schedu
     full_sizes = [peak - own for peak, own in zip(divided.peak_memory, unsharded, strict=True)]
     limits = original.peak_memory if costs.memory_limit is None else (costs.memory_limit,) * original.num_ranks
     rows = _fill_rows(divided.schedule, costs, [limit - size for limit, size in zip(limits, full_sizes, strict=True)])
-    bounds = [max(pair) * ROUNDING for pair in zip(limits, original.peak_memory, strict=True)]
     candidates = [divided, *(simulate(one, costs) for one in rows)]
-    fitting = [one for one in candidates if all(p <= bound for p, bound in zip(one.peak_memory, bounds, strict=True))]
+    fitting = _select_fitting(candidates, list(map(max, limits, original.peak_memory)))
     return min([*fitting, original], key=lambda timeline: timeline.makespan).schedule
+
+
+def _select_fitting(timelines: Sequence[Timeline], limits: Sequence[float]) -> list[Timeline]:
+    """Those in which each rank stays within its limit."""
+    bounds = [limit * ROUNDING for limit in limits]
+    return [one for one in timelines if all(p <= bound for p, bound in zip(one.peak_memory, bounds, strict=True))]
 
 
 def divide_weights(schedule: Schedule, weight_parts: int) -> Schedule:

@@ -58,11 +58,11 @@ class RunCosts:
             counts = layer_counts(costs.num_layers, problem.num_stages, table.first_less, table.last_less)
         limit = memory_limit(costs)
         costs = replace(costs, state=state_bytes(self.config))
-        costs = costs if schedule is None else costs.for_schedule(schedule)
+        checkpointing = checkpointing or table.checkpointing is not None
+        if schedule is not None:
+            costs, checkpointing = costs.for_schedule(schedule), checkpointing or bool(schedule.checkpointed)
         context = PlanContext.create(costs, table.gpus_per_node, inf if limit is None else limit)
-        if schedule is not None and schedule.checkpointed:
-            checkpointing = True
-        candidate = make_candidate(self.config, problem, checkpointing=checkpointing or table.checkpointing is not None)
+        candidate = make_candidate(self.config, problem, checkpointing=checkpointing)
         return context.stage_costs(candidate, counts, placement)
 
 

@@ -30,16 +30,16 @@ LIMITS = (1.0, 1.5, 2.0)  # over the limit, with which orders are searched
 
 
 @dataclass(frozen=True)
-class Saving:
+class MemorySaving:
     """A way to save memory, and the costs for which orders are searched: the last have a bound that holds for all."""
 
     name: str
-    save: Callable[[Schedule], Schedule]
+    apply: Callable[[Schedule], Schedule]
     limit: float
     searched: tuple[Costs, ...]
 
 
-def create_saving(checkpointing: bool, offload: bool, costs: Costs, num_stages: int) -> Saving | None:
+def create_memory_saving(checkpointing: bool, offload: bool, costs: Costs, num_stages: int) -> MemorySaving | None:
     """The way that the arguments of a search ask for; None for none, ConfigError for both or without a limit."""
     if not (checkpointing or offload):
         return None
@@ -50,21 +50,21 @@ def create_saving(checkpointing: bool, offload: bool, costs: Costs, num_stages: 
         raise ConfigError(f"{name} without a limit to keep: set memory_limit in the costs, or leave it out")
     plain = [replace(costs, memory_limit=factor * limit) for factor in LIMITS]
     if offload:
-        return Saving(
+        return MemorySaving(
             "activations copied to the host", lambda schedule: with_offload(schedule, costs, "fit"), limit,
             (*plain, replace(costs, memory_limit=None)),
         )  # fmt: skip
     full = costs.with_all_checkpointed(num_stages)
     kept, less = (one.column("activation", num_stages) for one in (costs, full))
     least = replace(costs, activation=list(map(min, kept, less)), workspace=0.0, i_workspace=None)
-    return Saving(
+    return MemorySaving(
         "some F checkpointed", lambda schedule: with_checkpointing(schedule, costs), limit, (*plain, full, least)
     )  # fmt: skip
 
 
-def search_saving(
-    saving: Saving, search: Callable[[Costs, float], SearchResult], problem: Problem, placements: Sequence[Placement],
-    *, seconds: float, steps: int | None, seed: int,
+def search_saving_memory(
+    saving: MemorySaving, search: Callable[[Costs, float], SearchResult], problem: Problem,
+    placements: Sequence[Placement], *, seconds: float, steps: int | None, seed: int,
 ) -> SearchResult:  # fmt: skip
     """The best schedule that saves as little as keeps the limit. `search` searches for costs and seconds."""
     begin, costs = monotonic(), saving.searched[0]
@@ -84,9 +84,9 @@ def search_saving(
         timeline
         for placement in placements
         for schedule in registered_schedules(SearchTask(problem, placement, costs, minimizes_span=False))
-        for timeline in _save(saving, schedule, costs)
+        for timeline in _apply(saving, schedule, costs)
     ]
-    found = [*registered, *(timeline for one in results for timeline in _save(saving, one.schedule, costs))]
+    found = [*registered, *(timeline for one in results for timeline in _apply(saving, one.schedule, costs))]
     if not found:
         raise ConfigError(
             f"no schedule that was found keeps the limit with {saving.name}; raise memory_limit, or use more ranks"
@@ -97,7 +97,7 @@ def search_saving(
     least = saving.searched[-1]
     bound = min(lower_bound(SearchTask(problem, one, least, minimizes_span=False)) for one in placements)
     return replace(
-        results[-1], schedule=best.schedule, timeline=best, bound=bound, saving=saving.name,
+        results[-1], schedule=best.schedule, timeline=best, bound=bound, memory_saving=saving.name,
         registered=min(registered, key=lambda timeline: timeline.makespan, default=None), seconds=monotonic() - begin,
     )  # fmt: skip
 
@@ -127,10 +127,10 @@ def _move_marks(
     return best
 
 
-def _save(saving: Saving, schedule: Schedule, costs: Costs) -> Iterator[Timeline]:
+def _apply(saving: MemorySaving, schedule: Schedule, costs: Costs) -> Iterator[Timeline]:
     """The simulation of the schedule with as little saved as keeps the limit; nothing if none does."""
     try:
-        timeline = simulate(saving.save(schedule), costs)
+        timeline = simulate(saving.apply(schedule), costs)
     except ZeropipeError:
         return
     if max(timeline.peak_memory) <= saving.limit * ROUNDING:
