@@ -180,11 +180,12 @@ def measure_ways(args: argparse.Namespace) -> tuple[dict[str, tuple[float, float
     found: dict[str, tuple[float, float, float]] = {}
     first: list[Tensor] = []
     between: dict[Any, float] = {}
-    for way in WAYS:
+    for way in args.ways:
         used = without_overlaps(schedule) if way in ("off", "apart") else schedule
         in_turns = way not in ("off", "apart", "streams")
-        warm_up = WARM_UP if in_turns else 1
+        warm_up = WARM_UP if in_turns or args.compile else 1
         options: dict[str, Any] = {"overlap": "turns" if in_turns else "streams", "direct_gradients": True}
+        options["compile"] = args.compile
         with keep_times(between), as_in(way), Engine(used, stages, mesh=mesh, **options) as engine:
             times = []
             for _ in range(warm_up + STEPS):
@@ -221,7 +222,7 @@ def show_ways(args: argparse.Namespace) -> None:
     overlaps = sum(isinstance(step, Overlap) for step in row)
     with LocalRanks(args.ranks, backend=backend) as ranks:
         results = ranks.run(measure_ways, args, timeout=140)
-    worst = {way: tuple(max(result[way][i] for result, _ in results) for i in range(3)) for way in WAYS}
+    worst = {way: tuple(max(result[way][i] for result, _ in results) for i in range(3)) for way in args.ways}
     off, apart = worst["off"][0], worst["apart"][0]
     link, pairs = apart - off, overlaps * args.layers // 2
     between = {name: statistics.median(times[name] for _, times in results) / pairs for name in results[0][1]}
@@ -230,7 +231,8 @@ def show_ways(args: argparse.Namespace) -> None:
     print(
         f"\n{args.ranks} ranks, ep={args.ranks}, {args.layers} layers, width {args.width}, 4 experts of "
         f"{args.expert_width}, top 2, {args.heads} heads of 64, a row for each {args.dispatch}, {MICROBATCHES} "
-        f"microbatches of {args.tokens} tokens; {overlaps / (2 * MICROBATCHES):.0%} of F and B in Overlaps\n{phases}\n"
+        f"microbatches of {args.tokens} tokens{', compiled' * args.compile}; "
+        f"{overlaps / (2 * MICROBATCHES):.0%} of F and B in Overlaps\n{phases}\n"
         f"the link adds {1e3 * link:,.0f} ms to {1e3 * off:,.0f} ms; {1e3 * can_hide:,.0f} ms can be hidden"
     )
     print(f"{'':10} {'ms':>8} {'hidden':>8} {'gradient':>10} {'difference':>12}")
@@ -323,6 +325,8 @@ def main() -> None:
     parser.add_argument("--expert-width", type=int, help="default: 32768 with 32 heads, then 16384 with 256")
     parser.add_argument("--heads", type=int, help="of 64")
     parser.add_argument("--tokens", type=int, default=2048, help="of a microbatch, with two ranks; with four a half")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=WAYS, help="`off` and `apart` are needed")
     args = parser.parse_args()
     if args.part == "plain":
         print(launch(measure_plain, 1, args)[0], flush=True)
@@ -332,6 +336,7 @@ def main() -> None:
         return
     names = ("device", "dispatch", "layers", "width")
     own = [word for name in names for word in (f"--{name}", str(getattr(args, name)))]
+    own += ["--ways", ",".join(args.ways), *["--compile"] * args.compile]
     shapes = [(32768, 32), (16384, 256)]  # mostly experts; attention and experts alike
     if args.expert_width or args.heads:
         shapes = [(args.expert_width or 32768, args.heads or 32)]

@@ -1,6 +1,7 @@
 """Copies of activations to the host: their times and memory, and the rule that places them."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -207,3 +208,16 @@ def test_auto_takes_no_time_where_sends_block():
     )  # fmt: skip
     copied = zp.simulate(zp.with_offload(schedule, costs, "auto"), costs)
     assert copied.makespan <= zp.simulate(schedule, costs).makespan * (1 + 1e-9)
+
+
+def test_copies_that_lower_no_peak_are_left_out():
+    """Before the first backward, all activations of the step must be on the device again."""
+    row = zp.build("1f1b", ranks=8, microbatches=12).rows[0]
+    problem = zp.Problem(1, 1, 12)
+    schedule = zp.Schedule.of(problem, zp.linear(problem), [row], "row")
+    slow = zp.Costs(f=1, i=1, w=1, offload_time=3.7, reload_time=3.7)
+    assert zp.with_offload(schedule, slow).offloading is None
+    fast = replace(slow, offload_time=0.25, reload_time=0.25)
+    copied = zp.with_offload(schedule, fast)
+    assert copied.offloading is not None
+    assert zp.simulate(copied, fast).peak_memory[0] < zp.simulate(schedule, fast).peak_memory[0]

@@ -25,6 +25,7 @@ from train_runs import metrics_of, model_directory
 
 from zeropipe.engine.checkpoint.manifest import MANIFEST_FILE, read_manifest, verify_checksums
 from zeropipe.train.loop.checkpoints import list_steps, read_pointer
+from zeropipe.train.report.page import read_metrics
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 
@@ -75,8 +76,8 @@ def fill(path):
 
 
 def last_step(output):
-    """The last step in metrics.jsonl."""
-    return max((line["step"] for line in metrics_of(output)), default=0) if (output / "metrics.jsonl").exists() else 0
+    """The last step in metrics.jsonl, whose last line may be incomplete: a kill, or a full disk."""
+    return max((line["step"] for line in read_metrics(output / "metrics.jsonl")), default=0)
 
 
 def require_running(job):
@@ -142,7 +143,7 @@ def one_fault(model, output, chance):
         end = time.monotonic() + TIMEOUT + LATER
         survivors = [rank for rank in range(size) if kind == "cut" or rank != culprit]
         found = {rank: job.outcome(rank, max(0.0, end - time.monotonic())) for rank in survivors}
-    require_named(found, kind, culprit, size)
+    require_named(found, culprit)
     until(lambda: not any(map(alive, processes)), "a process is left")
 
 

@@ -333,8 +333,9 @@ class Engine:
         if not (hasattr(max_norm, "__float__") and float(max_norm) >= 0):
             raise ConfigError(f"clip_grad_norm({max_norm!r}): must be a non-negative number")
         norm = self.grad_norm()
-        if norm > max_norm:
-            gradients.scale_grads(self._sums.all, max_norm / (norm + 1e-6))
+        factor = gradients.clip_factor(norm, max_norm)
+        if factor != 1:
+            gradients.scale_grads(self._sums.all, factor)
         return norm
 
     # weights

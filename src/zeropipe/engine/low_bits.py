@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 CHUNK_SIZE = 2**27  # elements that are in float32 at the same time, if no parameter has more
+
+
+class Part(NamedTuple):
+    """A parameter, its float32 copy as the optimizer knows it, and the lower half of that copy."""
+
+    parameter: Tensor
+    copy: Tensor
+    low: Tensor
 
 
 class LowBits:
@@ -64,6 +72,13 @@ class LowBits:
             start, end = found[key]
             self.low[start:end].zero_()
         return found.keys() & ids
+
+    def parts(self) -> list[Part]:
+        """The parameters and copies with the lower halves of each, between `compress` and `expand`."""
+        return [
+            Part(parameter, copy, self.low[start:end].view(parameter.shape))
+            for (parameter, copy), (start, end) in zip(self.pairs, self._ranges)
+        ]
 
     def _high_bits(self) -> list[Tensor]:
         return [parameter.detach().view(torch.int16) for parameter, _ in self.pairs]

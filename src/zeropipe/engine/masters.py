@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zeropipe.engine.backward.gradients import stash_gradients
+from zeropipe.engine.adam import FusedAdam
+from zeropipe.engine.backward.gradients import scale_grads, stash_gradients
 from zeropipe.engine.low_bits import LowBits, make_chunks
 from zeropipe.engine.torch_private.tensors import version
 from zeropipe.errors import ConfigError
@@ -29,6 +30,7 @@ class MasterWeights:
     `low_bits`: between steps keep only those 16 bits of the copies of bfloat16 parameters that the parameters do not
     have, which needs 2 bytes per parameter less. The optimizer steps some of the parameters at a time, so it must treat
     each by itself, as AdamW, Adam, SGD and Adafactor do. A parameter that was written between steps loses these bits.
+    On a GPU one kernel does the whole step of AdamW and Adam for a parameter.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class MasterWeights:
         ]
         self.optimizer = make(inside, **options)
         self._chunks = self._make_chunks() if low_bits else []
+        self._fused = FusedAdam.find(self.optimizer, [p for chunk in self._chunks for p, _ in chunk.pairs])
         self._written = self._versions()
 
     def _master(self, parameter: Tensor) -> Tensor:
@@ -99,27 +102,34 @@ class MasterWeights:
         return self.optimizer.param_groups
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Run one step of the wrapped optimizer, on gradients of any dtype."""
+    def step(self, factor: float = 1.0) -> None:
+        """Run one step of the wrapped optimizer, on `factor` times the gradients, which may have any dtype."""
         self._copy_changes()
         uncompressed = self._uncompressed
         if uncompressed or not self._chunks:
-            self._step_pairs(uncompressed)
+            self._step_pairs(uncompressed, factor)
             for parameter, master in uncompressed:
                 if parameter is not master:
                     parameter.copy_(master)
         with stash_gradients([parameter for parameter, master in uncompressed if parameter is master]):
-            for chunk in self._chunks:
-                chunk.expand()
-                self._step_pairs(chunk.pairs)
-                chunk.compress()
+            if self._fused is not None and self._fused.is_usable:
+                for chunk in self._chunks:
+                    chunk.compress()
+                    self._fused.step(chunk.parts(), factor)
+            else:
+                for chunk in self._chunks:
+                    chunk.expand()
+                    self._step_pairs(chunk.pairs, factor)
+                    chunk.compress()
         self._written = self._versions()
 
-    def _step_pairs(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _step_pairs(self, pairs: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
         """Step the optimizer for those parameters only that are in `pairs`; no other one has a gradient in it."""
         copies = [(parameter, master) for parameter, master in pairs if parameter is not master]
         for parameter, master in copies:
             master.grad = None if parameter.grad is None else parameter.grad.float()
+        if factor != 1:
+            scale_grads([master for _, master in pairs], factor)
         self.optimizer.step()
         for _, master in copies:
             master.grad = None

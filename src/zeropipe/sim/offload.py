@@ -52,8 +52,9 @@ def with_offload(
 ) -> Schedule:
     """The schedule with OFFLOAD and RELOAD of some activations, those of stages with long lifetimes first.
 
-    "auto" offloads all whose copies both hide behind computations under these costs. "fit" offloads as few as keep each
-    rank within `costs.memory_limit`. A share from 0 to 1 offloads that part of each rank's activations, hidden or not.
+    "auto" offloads all whose copies both hide behind computations under these costs, on ranks whose peak that lowers.
+    "fit" offloads as few as keep each rank within `costs.memory_limit`. A share from 0 to 1 offloads that part of each
+    rank's activations, hidden or not.
     """
     require_schedule(schedule)
     costs = require_stage_costs(costs)
@@ -69,26 +70,28 @@ def with_offload(
     if offload == "fit":
         counts = _fit_counts(plain, costs, ranks)
     elif offload == "auto":
-        counts = [rank.num_hidden for rank in ranks]
+        counts = _count_useful(plain, timeline, costs, ranks)
     else:
         counts = [rank.count_of_share(float(offload)) for rank in ranks]
     placed = _place(plain, ranks, counts)
-    if offload == "auto":
-        placed = _drop_exposed(plain, timeline, costs, ranks, placed)
     if schedule.rebuild is None:
         return placed
     return replace(placed, rebuild=partial(_rebuild, schedule.rebuild, costs, offload))
 
 
-def _drop_exposed(
-    plain: Schedule, timeline: Timeline, costs: Costs, ranks: Sequence[_Rank], placed: Schedule
-) -> Schedule:  # fmt: skip
-    """The schedule with fewer copies, if the step with them is longer: sends that block take time beside actions."""
-    part = 1.0
-    while part > 0 and simulate(placed, costs).makespan > timeline.makespan * ROUNDING:
-        part = max(0.0, part - 1 / NUM_PARTS)
-        placed = _place(plain, ranks, [int(part * rank.num_hidden) for rank in ranks])
-    return placed
+def _count_useful(plain: Schedule, timeline: Timeline, costs: Costs, ranks: Sequence[_Rank]) -> list[int]:
+    """The number of copies of each rank that hide, or 0 where its peak is no lower with them.
+
+    Fewer, if the step is longer with them: sends that block take time beside actions.
+    """
+    for part in range(NUM_PARTS, 0, -1):
+        counts = [rank.num_hidden * part // NUM_PARTS for rank in ranks]
+        copied = simulate(_place(plain, ranks, counts), costs)
+        peaks = zip(copied.peak_memory, timeline.peak_memory, strict=True)
+        counts = [count if peak * ROUNDING < before else 0 for count, (peak, before) in zip(counts, peaks, strict=True)]
+        if copied.makespan <= timeline.makespan * ROUNDING:
+            return counts
+    return [0] * len(ranks)
 
 
 def _rebuild(again: Callable[[int], Schedule], costs: Costs, offload: str | float, num_microbatches: int) -> Schedule:

@@ -60,12 +60,12 @@ def some(tmp_path_factory):
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: " ".join(map(str, case)))
 def test_training_ends_by_the_name_of_the_rank_that_is_missing(some, case):
-    kind, _, culprit, size = case
-    require_named(some[case].result(), kind, culprit, size)
+    _, _, culprit, _ = case
+    require_named(some[case].result(), culprit)
 
 
 def test_a_script_with_an_engine_ends_by_the_name_of_the_rank_that_is_missing():
-    require_named(struck("cut", "edges", 1, cases.script, TIMEOUT), "cut", 1)
+    require_named(struck("cut", "edges", 1, cases.script, TIMEOUT), 1)
 
 
 @pytest.mark.full
@@ -76,7 +76,7 @@ def test_every_moment_of_training(tmp_path, kind, culprit):
     sizes = (2, 4) if culprit else (2,)
     found = side_by_side(tmp_path, [(kind, moment, culprit, size) for moment in cases.TRAINING for size in sizes])
     for one in found.values():
-        require_named(one.result(), kind, culprit)
+        require_named(one.result(), culprit)
 
 
 @pytest.mark.full
@@ -84,7 +84,7 @@ def test_every_moment_of_training(tmp_path, kind, culprit):
 @pytest.mark.parametrize("kind", ["cut", "stop", "kill"])
 @pytest.mark.parametrize("moment", cases.SCRIPT)
 def test_every_moment_of_a_script(kind, moment, culprit):
-    require_named(struck(kind, moment, culprit, cases.script, TIMEOUT), kind, culprit)
+    require_named(struck(kind, moment, culprit, cases.script, TIMEOUT), culprit)
 
 
 @pytest.mark.full
@@ -99,4 +99,4 @@ def test_a_moment_by_chance(tmp_path, seed):
     if chance.random() < 0.4:
         work, args = cases.script, (TIMEOUT, True)
     found = struck(kind, moment, culprit, work, *args, size=size, with_agent=with_agent, delay=delay)
-    require_named(found, kind, culprit, size)
+    require_named(found, culprit)

@@ -63,6 +63,11 @@ def scale_grads(parameters: Iterable[Tensor], factor: float) -> None:
         torch_tensors.multiply(gradients, factor)
 
 
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients with that norm are multiplied with, so that it is at most `max_norm`."""
+    return max_norm / (norm + 1e-6) if norm > max_norm else 1.0
+
+
 def divide_grads(parameters: Iterable[Tensor], divisor: int) -> None:
     """Divide gradients in place; a parameter that is listed twice is divided once."""
     unique = {id(parameter): parameter for parameter in parameters}

@@ -58,13 +58,24 @@ def _selective_contexts() -> Any:
     return torch_autograd.selective_contexts(_policy)
 
 
+# by name, as a module of the engine that nobody has imported has not defined its operators
+_OWN_OPERATORS = frozenset(
+    f"zeropipe::{name}"
+    for name in (
+        "grouped_linear", "float8_linear", "exchange", "exchange_counts", "reduce", "gather", "sum_scatter",
+        "exchange_even",
+    )
+)  # fmt: skip
+
+
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _expensive_operators() else CheckpointPolicy.PREFER_RECOMPUTE
+    is_expensive = op in _expensive_operators() or op.name() in _OWN_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @functools.cache
 def _expensive_operators() -> frozenset[Any]:
-    """Operators whose results are kept: products, attention, and what other processes sent in exchanges or turns."""
+    """torch's operators whose results are kept: products and attention."""
     names = (
         "mm",
         "addmm",
@@ -78,9 +89,4 @@ def _expensive_operators() -> frozenset[Any]:
         "_scaled_dot_product_attention_math",
     )
     found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
-    names = (
-        "grouped_linear", "float8_linear", "exchange", "exchange_counts", "reduce", "gather", "sum_scatter",
-        "exchange_even",
-    )  # fmt: skip
-    own = (getattr(torch.ops.zeropipe, name) for name in names)
-    return frozenset([*found, *(op.default for op in own), *torch_attention.OPERATORS])
+    return frozenset([*found, *torch_attention.OPERATORS])

@@ -8,6 +8,7 @@ views of the copy. A tensor that is modified after its F stays where it is, and 
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,6 +23,8 @@ from zeropipe.engine.torch_private import tensors as torch_tensors
 from zeropipe.engine.torch_private.saved import AnySlot, collect_saved, find_compiled
 
 LEAST_BYTES = 1 << 12  # of a storage: copying less takes longer than it frees memory for
+
+POLL_INTERVAL_S = 2e-5  # launching the first kernels of an F takes longer
 
 Copy = Callable[[], int]  # copies, and returns the bytes
 WrapCopy = Callable[[Copy, Any], Copy]  # the second argument is the stream that it runs on
@@ -91,12 +94,11 @@ class Offloader:
         self.from_host = torch.cuda.Stream(device) if on_gpu else None
         self._saved: dict[tuple[int, int], SavedTensors] = {}
         self._pending: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()  # being copied, with their memory
-        self._before: torch.cuda.Event | None = None  # what was issued when the action before began
 
     @contextmanager
     def collect(self, cell: Cell) -> Iterator[None]:
         """Around the F of a cell: find what it keeps."""
-        self._wait_for_device()
+        self._free_before_forward()
         saved = self._saved[cell.stage, cell.microbatch] = SavedTensors()
         with collect_saved(saved.slots):
             yield
@@ -161,7 +163,7 @@ class Offloader:
 
     def wait(self, cell: Cell) -> None:
         """Before the backward of a cell: wait until its RELOAD has ended."""
-        self._wait_for_device()
+        self._free_copied()
         saved = self._saved.pop((cell.stage, cell.microbatch))
         if saved.is_reloaded is not None:
             torch.cuda.current_stream(self._device).wait_event(saved.is_reloaded)
@@ -170,7 +172,6 @@ class Offloader:
         """Release what a step that failed has left."""
         self._saved.clear()
         self._pending.clear()
-        self._before = None
 
     def _run(self, copy: Copy, stream: torch.cuda.Stream | None, wrap: WrapCopy) -> None:
         with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -192,18 +193,19 @@ class Offloader:
             if type(x) is Tensor and torch_tensors.memory_of(x) in copied:
                 x.data = x.new_empty(()).expand(x.shape)
 
-    def _wait_for_device(self) -> None:
-        """Wait until the device is at most one action behind, and free what is on the host by then.
+    def _free_before_forward(self) -> None:
+        """Free what is on the host when the device begins with the F that is issued next.
 
-        Memory is allocated when an action is issued. If this process were far ahead of the device, it would allocate
-        the memory of many actions before the first copy has ended.
+        Memory is allocated when an action is issued. An F is issued when all copies to the host have ended, or the
+        device has ended all actions before it: else it would allocate its memory before that of the copies is free.
         """
-        if self.to_host is None:
-            return
-        if self._before is not None:
-            self._before.synchronize()
-        self._before = torch.cuda.current_stream(self._device).record_event()
         self._free_copied()
+        if self._pending:
+            issued = torch.cuda.current_stream(self._device).record_event()
+            while self._pending and not issued.query():
+                time.sleep(POLL_INTERVAL_S)
+                self._free_copied()
+            self._free_copied()
 
     def _free_copied(self) -> None:
         while self._pending and self._pending[0][0].query():

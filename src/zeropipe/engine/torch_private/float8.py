@@ -69,7 +69,11 @@ def quantize(x: Tensor, dtype: torch.dtype, dim: int | None = None) -> Float8:
 
 
 def _quantize(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
-    largest = x.abs().amax((0, 1) if dim is None else dim, keepdim=True).float().clamp(min=_SMALLEST)
+    if dim is None:  # by rows first: a compiler that does not know the sizes makes one block of a whole reduction
+        largest = x.abs().amax(1, keepdim=True).amax(0, keepdim=True)
+    else:
+        largest = x.abs().amax(dim, keepdim=True)
+    largest = largest.float().clamp(min=_SMALLEST)
     # the exponent, one more where the other bits are above 1.75: the largest number then has the largest exponent
     exponent = ((largest.view(torch.int32) + 0x1FFFFF) >> 23) - _MAX_EXPONENT[dtype]
     power, inverse = ((bits << 23).view(torch.float32) for bits in (exponent, 254 - exponent))

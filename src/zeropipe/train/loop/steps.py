@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from zeropipe.core.timeline import Timeline
 from zeropipe.core.units import count_text
+from zeropipe.engine.backward.gradients import clip_factor
 from zeropipe.engine.engine import Engine
+from zeropipe.engine.masters import MasterWeights
 from zeropipe.engine.step.expert_load import ExpertLoad, ExpertLoads
 from zeropipe.engine.step.losses import CausalLMLoss
 from zeropipe.errors import EngineError
@@ -91,11 +93,15 @@ class Stepper:
         self._loads.reset()
         result = engine.train_step(_move_to(self._position.device, batch.microbatches), self._loss_fn)
         clip = config.optimizer.clip
-        norm = engine.clip_grad_norm(clip) if clip else engine.grad_norm()
+        can_scale = isinstance(self._optimizer, MasterWeights)
+        norm = engine.clip_grad_norm(clip) if clip and not can_scale else engine.grad_norm()
         is_skipped = not (isfinite(result.loss) and isfinite(norm))  # the same on all ranks, as both numbers are
         loads = self._loads.take()
         if not is_skipped:
-            self._optimizer.step()
+            if can_scale:
+                self._optimizer.step(clip_factor(norm, clip or inf))
+            else:
+                self._optimizer.step()
             self._loads.balance(loads)
         self._optimizer.zero_grad()
         seconds = time.perf_counter() - started_at  # gathering the timeline is not part of the step

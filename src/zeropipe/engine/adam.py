@@ -1,0 +1,127 @@
+"""Steps of Adam and AdamW that read and write each number once, for bfloat16 parameters with compressed copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropipe.engine.low_bits import Part
+
+KINDS = (torch.optim.Adam, torch.optim.AdamW)
+_STEPS, _TOLERANCE = 3, 1e-6  # of the comparison with torch's own
+
+UpdateParameter = Callable[..., None]  # as adam_kernel.step
+
+
+class FusedAdam:
+    """Does the steps of one of torch's optimizers, whose state and options it uses."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, update: UpdateParameter) -> None:
+        self._optimizer, self._update = optimizer, update
+
+    @staticmethod
+    def find(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> FusedAdam | None:
+        """For an optimizer over copies of bfloat16 parameters; None if it cannot do its steps."""
+        if type(optimizer) not in KINDS or not parameters:
+            return None
+        if any(p.device.type != "cuda" or not p.is_contiguous() for p in parameters):
+            return None
+        update = _find_kernel(parameters[0].device)
+        return None if update is None else FusedAdam(optimizer, update)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the optimizer's present options are those that the kernel knows, and nobody watches its steps."""
+        optimizer: Any = self._optimizer
+        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            return False
+        return all(
+            not (group["amsgrad"] or group["maximize"] or group["differentiable"])
+            and not any(isinstance(number, Tensor) for number in (group["lr"], *group["betas"]))
+            for group in optimizer.param_groups
+        )
+
+    @torch.no_grad()
+    def step(self, parts: Iterable[Part], factor: float) -> None:
+        """Update the parameters that have a gradient, with `factor` times it."""
+        group_of = {id(copy): group for group in self._optimizer.param_groups for copy in group["params"]}
+        for group, own in _by_group(
+            (part, group_of[id(part.copy)]) for part in parts if part.parameter.grad is not None
+        ):
+            states = [self._state(part) for part in own]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, 1)
+            corrections = _corrections(torch.stack(steps), *group["betas"]).to(own[0].parameter.device)
+            options = _options(group)
+            for part, state, numbers in zip(own, states, corrections):
+                grad: Any = part.parameter.grad
+                self._update(
+                    part.parameter.detach().view(torch.int16), part.low, grad.contiguous(), state["exp_avg"],
+                    state["exp_avg_sq"], numbers, factor=factor, **options,
+                )  # fmt: skip
+
+    def _state(self, part: Part) -> dict[str, Any]:
+        """The optimizer's state of a parameter, made as torch makes it."""
+        state = self._optimizer.state[part.copy]
+        if not state:
+            shape, device = part.parameter.shape, part.parameter.device
+            state["step"] = torch.zeros((), device=device)
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros(shape, device=device) for _ in range(2))
+        return state
+
+
+def _by_group(pairs: Iterable[tuple[Part, dict[str, Any]]]) -> Iterator[tuple[dict[str, Any], list[Part]]]:
+    """The parts of each group of options that has any."""
+    found: dict[int, tuple[dict[str, Any], list[Part]]] = {}
+    for part, group in pairs:
+        found.setdefault(id(group), (group, []))[1].append(part)
+    yield from found.values()
+
+
+def _corrections(steps: Tensor, beta1: float, beta2: float) -> Tensor:
+    """1 - beta1**t and sqrt(1 - beta2**t) for each number of steps."""
+    numbers = steps.double()
+    return torch.stack([1 - beta1**numbers, (1 - beta2**numbers).sqrt()], 1).float()
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "lr": float(group["lr"]), "betas": tuple(group["betas"]), "eps": group["eps"],
+        "decay": group["weight_decay"], "decoupled": bool(group.get("decoupled_weight_decay")),
+    }  # fmt: skip
+
+
+@cache
+def _find_kernel(device: torch.device) -> UpdateParameter | None:
+    """The kernel, if it is here and has torch's results."""
+    if torch.version.hip is not None or find_spec("triton") is None:
+        return None
+    from zeropipe.engine.torch_private.adam_kernel import step
+
+    return step if all(has_torchs_results(step, kind, device) for kind in KINDS) else None
+
+
+def has_torchs_results(update: UpdateParameter, kind: type[torch.optim.Optimizer], device: torch.device) -> bool:
+    """Whether parameters and state after some steps are those of torch's optimizer, up to rounding."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(3001, generator=generator).to(device)
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    theirs = weight.bfloat16().float().requires_grad_()
+    parameter, low = weight.bfloat16(), torch.zeros(weight.shape, dtype=torch.int16, device=device)
+    copy = torch.empty((), device=device).expand(weight.shape).detach().requires_grad_()
+    wanted, optimizer = kind([theirs], **options), kind([copy], **options)
+    ours = FusedAdam(optimizer, update)
+    for _ in range(_STEPS):
+        parameter.grad = torch.randn(weight.shape, generator=generator).to(parameter)
+        theirs.grad = parameter.grad.float() * 0.5
+        ours.step([Part(parameter, copy, low)], 0.5)
+        wanted.step()
+    full = ((parameter.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+    states = (optimizer.state[copy], wanted.state[theirs])
+    pairs = [(full, theirs.detach()), *((states[0][name], states[1][name]) for name in ("exp_avg", "exp_avg_sq"))]
+    return all(bool((one - other).abs().max() <= _TOLERANCE * other.abs().max()) for one, other in pairs)
