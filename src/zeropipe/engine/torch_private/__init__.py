@@ -6,6 +6,7 @@ autograd: graphs, saved tensors, selective checkpointing, the profiler
 saved: where tensors are kept for a backward pass
 attention: kernels for packed rows
 float8: numbers of 8 bits and their products
+adam_kernel: a step of Adam as a kernel of Triton
 partial_attention: attention to some of the keys, with what merges it
 compile: the compiler, and what its versions get wrong
 """
