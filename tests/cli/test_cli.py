@@ -223,6 +223,15 @@ def test_compare_all_says_what_it_left_out(run):
     assert {t["schedule"] for t in data["compared"]} >= {"1f1b", "zbv"}
 
 
+def test_compare_says_that_a_file_has_its_own_size(run, tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text(zp.to_csv(zp.build("1f1b", ranks=4, microbatches=8)))
+    note = "mine.csv has its own size, 4 ranks, 8 microbatches, and no other"
+    for microbatches, is_said in (("4,16", True), ("8,16", False)):
+        out = run("compare", str(file), "zbv", "--ranks", "4", "--microbatches", microbatches)[1]
+        assert (note in " ".join(out.split())) == is_said
+
+
 def test_compare_all_beside_a_file(run, tmp_path):
     file, picture = tmp_path / "mine.csv", tmp_path / "x.svg"
     file.write_text(zp.to_csv(zp.build("1f1b", ranks=4, microbatches=8)))

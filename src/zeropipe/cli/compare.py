@@ -90,6 +90,7 @@ class Comparison(NamedTuple):
     refused: list[tuple[str, str]]  # title and reason
     ignored: dict[str, list[str]]  # --option name -> schedules that do not have it
     recorded: list[str]  # files whose recorded times are not used
+    sizes: dict[str, tuple[int, int]]  # of files that have another size than those asked for
 
 
 def _compare(request: Request) -> Comparison:
@@ -106,6 +107,7 @@ def _compare(request: Request) -> Comparison:
     files: list[str] = []  # of each timeline; "" if it has none
     refused: list[tuple[str, str]] = []
     recorded: list[str] = []
+    own_sizes: dict[str, tuple[int, int]] = {}
     total = 0
     with show_steps(len(variants)) as begin:
         for variant in variants:
@@ -134,11 +136,15 @@ def _compare(request: Request) -> Comparison:
                     raise ScheduleError(f"{title}: {error}") from None
                 refused.append((title, str(error)))
                 continue
+            size = schedule.num_ranks, schedule.num_microbatches
+            is_asked = all(own in asked for own, asked in zip(size, (request.ranks, request.microbatches)) if asked)
+            if spec.is_file and has_sizes and not is_asked:
+                own_sizes[spec.name] = size
             timelines.append(timeline if title in (schedule.name, spec.name) else timeline.with_label(title))
             files.append(spec.name if spec.is_file else "")
     if not timelines:
         raise ConfigError(f"none of the schedules can be built: {refused[0][0]}: {refused[0][1]}")
-    return Comparison(_label_files(timelines, files), refused, ignored, recorded)
+    return Comparison(_label_files(timelines, files), refused, ignored, recorded, own_sizes)
 
 
 def _label_files(timelines: list[Timeline], files: list[str]) -> list[Timeline]:
@@ -253,6 +259,8 @@ def _print_tables(comparison: Comparison, request: Request, grid: str | None) ->
             output.print_note(f"no W to divide into parts: {', '.join(dict.fromkeys(names))}")
     for name, reason in comparison.refused:
         output.print_note(f"left out: {name}: {reason}")
+    for name, size in comparison.sizes.items():
+        output.print_note(f"{name} has its own size, {_size_text(size)}, and no other")
     for name in comparison.recorded:
         output.print_note(f"recorded times of {name} are not used: --costs {name} compares all by them")
 
