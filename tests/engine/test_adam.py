@@ -11,11 +11,13 @@ pytest.importorskip("torch")
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zeropipe.engine.low_bits as low_bits
 from zeropipe.engine import MasterWeights
 from zeropipe.engine.adam import KINDS, FusedAdam, has_torchs_results
 from zeropipe.engine.low_bits import _join, _split
+from zeropipe.errors import ConfigError
 
 SIZES = [(7, 9), (64,), (3, 5, 4), (1,), (40, 2)]
 STEPS = 6
@@ -66,7 +68,7 @@ def masters_of(optimizer: MasterWeights) -> list[Tensor]:
 def both(kind: type[torch.optim.Optimizer], device: str) -> tuple[MasterWeights, MasterWeights, list[Any], list[Any]]:
     """An optimizer that steps with the kernel (on a CPU: with its formula), and one with torch's own steps."""
     ours, theirs = parameters_on(device), parameters_on(device)
-    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
+    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6, "fused": True}
     one = MasterWeights(kind, groups_of(ours), low_bits=True, **options)
     other = MasterWeights(kind, groups_of(theirs), low_bits=True, **options)
     if device == "cpu":
@@ -123,13 +125,46 @@ def test_state_goes_from_one_to_the_other(device: str) -> None:
 
 def test_options_that_the_kernel_does_not_know_are_left_to_torch() -> None:
     parameters = parameters_on("cpu")
-    for options in ({"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(1e-3)}):
-        optimizer = torch.optim.AdamW([p.detach().float() for p in parameters], **options)
+    for options in ({"amsgrad": True}, {"maximize": True}, {"lr": torch.tensor(1e-3)}, {"fused": None}):
+        optimizer = torch.optim.AdamW([p.detach().float() for p in parameters], **{"fused": True} | options)
         assert not FusedAdam(optimizer, update).is_usable
-    optimizer = torch.optim.AdamW([p.detach().float() for p in parameters])
+    optimizer = torch.optim.AdamW([p.detach().float() for p in parameters], fused=True)
+    assert FusedAdam(optimizer, update).is_usable
+    hook = register_optimizer_step_pre_hook(lambda *args: None)
+    assert not FusedAdam(optimizer, update).is_usable
+    hook.remove()
     assert FusedAdam(optimizer, update).is_usable
     optimizer.register_step_pre_hook(lambda *args: None)
     assert not FusedAdam(optimizer, update).is_usable
+
+
+@pytest.mark.filterwarnings("error:.*lr_scheduler.step.*")
+def test_a_scheduler_of_rates_knows_of_the_steps() -> None:
+    one, *_, ours, _ = both(torch.optim.AdamW, "cpu")
+    scheduler = torch.optim.lr_scheduler.LinearLR(one.optimizer)
+    give_gradients(ours, 0)
+    one.step()
+    scheduler.step()
+
+
+def test_state_is_that_of_torch_whatever_the_defaults_are() -> None:
+    one, *_, ours, _ = both(torch.optim.AdamW, "cpu")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        give_gradients(ours, 0)
+        one.step()
+        assert has_torchs_results(update, torch.optim.AdamW, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    states = [state for state in one.optimizer.state.values() if state]
+    assert {value.dtype for state in states for value in state.values()} == {torch.float32}
+
+
+def test_a_parameter_in_two_groups_is_refused() -> None:
+    (parameter, *_) = parameters_on("cpu")
+    with pytest.raises(ConfigError, match="got a parameter twice"):
+        MasterWeights(torch.optim.AdamW, [{"params": [parameter]}, {"params": [parameter]}])
 
 
 def test_a_kernel_with_other_results_is_not_used() -> None:

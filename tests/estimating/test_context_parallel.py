@@ -120,7 +120,7 @@ def test_what_cannot_have_a_ring_gathers_keys():
     for name, words in (("rings", "must be auto or one of heads, gather, ring"), ("heads", "must divide num_att")):
         with pytest.raises(ConfigError, match=f"cp_exchange='{name}': .*{words}"):
             zp.estimate("llama-3-8b", **wish, cp_exchange=name)
-    with pytest.raises(ConfigError, match="cp_exchange='ring': a ring does not run compiled"):
+    with pytest.raises(ConfigError, match="cp_exchange='ring': a ring is estimated in blocks that are not compiled"):
         zp.estimate("llama-3-8b", sequence=TOKENS, cp=64, cp_exchange="ring")
 
 

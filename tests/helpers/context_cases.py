@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from counted_graphs import counted_graphs
 from engine_helpers import error_of, hf_plain_step
 from memory_cases import Live
 from mesh_cases import compare_update, hf_difference, mesh_of
@@ -92,6 +93,14 @@ def train_in_compiled_turns(backend: str | None, *job: Any) -> dict[str, float]:
         mock.patch.object(compiling, "is_compile_error", return_value=False),
     ):
         return train_in_turns(*job)
+
+
+def train_compiled(*job: Any) -> tuple[dict[str, float], int]:
+    """`train_on_cp` with compiled blocks, and the number of graphs."""
+    *job, options, steps = job
+    with counted_graphs() as graphs:
+        seen = train_on_cp(*job, options | {"compile": True}, steps)
+    return seen, len(graphs)
 
 
 def train_beside(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from context_cases import Mean, tokens, train_beside
+from counted_graphs import counted_graphs
 from mesh_cases import mesh_of
 from tensor_cases import config_of
 
@@ -29,6 +30,13 @@ def train_in_slices(
     for stage in stages.values():
         assert not stage.slices._kept  # nothing is kept after a step
     return seen
+
+
+def train_compiled(schedule: Schedule, kind: str, options: dict[str, Any], steps: int) -> tuple[dict[str, float], int]:
+    """`train_in_slices` with compiled blocks, and the number of graphs."""
+    with counted_graphs() as graphs:
+        seen = train_in_slices(schedule, {"pp": 2}, kind, {}, {}, options | {"compile": True}, steps)
+    return seen, len(graphs)
 
 
 def refusal_of(schedule: Schedule, options: dict[str, Any]) -> str:

@@ -49,8 +49,11 @@ def test_blocks_are_compiled_on_a_gpu_in_16_bits_unless_the_file_says_otherwise(
     "fields, reason",
     [
         (("--data.kind", "text", "--data.path", "x.txt", "--data.packing", "false"), "rows of many lengths"),
-        (("--mesh.cp", "2", "--mesh.cp_exchange", "ring"), "mesh.cp_exchange='ring' does not run compiled"),
-        (("--schedule.name", "seq1f1b", "--schedule.slices", "2"), "slices do not run compiled"),
+        (("--mesh.cp", "2", "--mesh.cp_exchange", "ring"), "around attention only (mesh.cp_exchange='ring')"),
+        (
+            ("--schedule.name", "seq1f1b", "--schedule.slices", "2"),
+            "around attention only (schedule.slices=2)",
+        ),
         (("--mesh.dp_shard", "2", "--mesh.ep", "2", "--engine.ac", "memory_budget:0.5"), "exchanges of experts"),
     ],
     ids=lambda it: it[-1] if isinstance(it, tuple) else "",
@@ -73,8 +76,32 @@ def test_a_dry_run_predicts_and_says_what_the_run_does(read):
     }
     assert times["auto"] == times["true"] < times["false"]
     shown = preview(read(*fields, "--schedule.slices", "2"))
-    assert any("compiles no blocks: slices" in note for note in shown.notes)
+    assert any("around attention only (schedule.slices=2)" in note for note in shown.notes)
     assert not load_layer_costs(read(*fields, "--schedule.slices", "2")).settings[0].compile
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        (("--schedule.name", "seq1f1b", "--schedule.slices", "2"), "estimated for dense text models without windows"),
+        (("--mesh.cp", "2", "--mesh.cp_exchange", "ring"), "a ring is estimated in blocks that are not compiled"),
+    ],
+    ids=str,
+)
+def test_blocks_compiled_around_attention_have_no_prediction(read, fields, reason):
+    common = (
+        "--model.path",
+        "qwen3-0.6b",
+        "--schedule.costs",
+        "h100",
+        "--data.sequence",
+        "1024",
+        "--engine.ac",
+        "full",
+    )
+    shown = preview(read(*HALF, *common, *fields, "--engine.compile", "true"))
+    assert shown.prediction is None
+    assert any(reason in note for note in shown.notes)
 
 
 def test_measured_costs_of_a_cpu_are_for_a_run_that_compiles_nothing(read):

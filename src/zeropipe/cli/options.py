@@ -296,8 +296,8 @@ costs = combine(
 )  # fmt: skip
 offload = option(
     "--offload", metavar="MODE", group="Costs",
-    help="Copy activations to the host and back: auto (all that takes no time), fit (as few as keep the memory limit), "
-    "or a share from 0 to 1.",
+    help="Copy activations to the host and back: auto (all that take no time and lower a peak), fit (as few as keep "
+    "the memory limit), or a share from 0 to 1.",
 )  # fmt: skip
 checkpointing = option(
     "--checkpointing", type=click.Choice(["fit"]), group="Costs",

@@ -1,4 +1,7 @@
-"""Steps of Adam and AdamW that read and write each number once, for bfloat16 parameters with compressed copies."""
+"""Steps of Adam and AdamW that read and write each number once, for bfloat16 parameters with compressed copies.
+
+For optimizers that torch would step with `fused=True`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zeropipe.engine.low_bits import Part
+from zeropipe.engine.torch_private.tensors import has_step_hooks, mark_stepped, on_device
 
 KINDS = (torch.optim.Adam, torch.optim.AdamW)
 _STEPS, _TOLERANCE = 3, 1e-6  # of the comparison with torch's own
@@ -37,13 +41,11 @@ class FusedAdam:
     @property
     def is_usable(self) -> bool:
         """Whether the optimizer's present options are those that the kernel knows, and nobody watches its steps."""
-        optimizer: Any = self._optimizer
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            return False
-        return all(
-            not (group["amsgrad"] or group["maximize"] or group["differentiable"])
+        return not has_step_hooks(self._optimizer) and all(
+            group["fused"]
+            and not (group["amsgrad"] or group["maximize"] or group["differentiable"])
             and not any(isinstance(number, Tensor) for number in (group["lr"], *group["betas"]))
-            for group in optimizer.param_groups
+            for group in self._optimizer.param_groups
         )
 
     @torch.no_grad()
@@ -56,22 +58,25 @@ class FusedAdam:
             states = [self._state(part) for part in own]
             steps = [state["step"] for state in states]
             torch._foreach_add_(steps, 1)
-            corrections = _corrections(torch.stack(steps), *group["betas"]).to(own[0].parameter.device)
-            options = _options(group)
-            for part, state, numbers in zip(own, states, corrections):
-                grad: Any = part.parameter.grad
-                self._update(
-                    part.parameter.detach().view(torch.int16), part.low, grad.contiguous(), state["exp_avg"],
-                    state["exp_avg_sq"], numbers, factor=factor, **options,
-                )  # fmt: skip
+            corrections, options = _corrections(torch.stack(steps), *group["betas"]), _options(group)
+            with on_device(own[0].parameter.device):
+                for part, state, numbers in zip(own, states, corrections):
+                    grad: Any = part.parameter.grad
+                    self._update(
+                        part.parameter.detach().view(torch.int16), part.low, grad.contiguous(), state["exp_avg"],
+                        state["exp_avg_sq"], numbers, factor=factor, **options,
+                    )  # fmt: skip
+        mark_stepped(self._optimizer)
 
     def _state(self, part: Part) -> dict[str, Any]:
-        """The optimizer's state of a parameter, made as torch makes it."""
+        """The optimizer's state of a parameter, made as torch makes it with `fused`, and contiguous."""
         state = self._optimizer.state[part.copy]
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": part.parameter.device}
         if not state:
-            shape, device = part.parameter.shape, part.parameter.device
-            state["step"] = torch.zeros((), device=device)
-            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros(shape, device=device) for _ in range(2))
+            state["step"] = torch.zeros((), **kind)
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros(part.parameter.shape, **kind) for _ in range(2))
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state[name].contiguous()
         return state
 
 
@@ -109,15 +114,15 @@ def _find_kernel(device: torch.device) -> UpdateParameter | None:
 def has_torchs_results(update: UpdateParameter, kind: type[torch.optim.Optimizer], device: torch.device) -> bool:
     """Whether parameters and state after some steps are those of torch's optimizer, up to rounding."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(3001, generator=generator).to(device)
-    options: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    size, options = 3001, {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
+    weight = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(device)
     theirs = weight.bfloat16().float().requires_grad_()
     parameter, low = weight.bfloat16(), torch.zeros(weight.shape, dtype=torch.int16, device=device)
-    copy = torch.empty((), device=device).expand(weight.shape).detach().requires_grad_()
+    copy = torch.empty((), dtype=torch.float32, device=device).expand(size).detach().requires_grad_()
     wanted, optimizer = kind([theirs], **options), kind([copy], **options)
     ours = FusedAdam(optimizer, update)
     for _ in range(_STEPS):
-        parameter.grad = torch.randn(weight.shape, generator=generator).to(parameter)
+        parameter.grad = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(parameter)
         theirs.grad = parameter.grad.float() * 0.5
         ours.step([Part(parameter, copy, low)], 0.5)
         wanted.step()

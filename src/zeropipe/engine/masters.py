@@ -30,7 +30,7 @@ class MasterWeights:
     `low_bits`: between steps keep only those 16 bits of the copies of bfloat16 parameters that the parameters do not
     have, which needs 2 bytes per parameter less. The optimizer steps some of the parameters at a time, so it must treat
     each by itself, as AdamW, Adam, SGD and Adafactor do. A parameter that was written between steps loses these bits.
-    On a GPU one kernel does the whole step of AdamW and Adam for a parameter.
+    With `fused=True`, one kernel of a GPU does the whole step of AdamW and Adam for a parameter.
     """
 
     def __init__(
@@ -45,6 +45,9 @@ class MasterWeights:
         entries = list(parameters)
         if not entries:
             raise ConfigError("MasterWeights got no parameters: pass engine.parameters()")
+        listed = [p for entry in entries for p in (_listed(entry["params"]) if isinstance(entry, Mapping) else [entry])]
+        if len({id(parameter) for parameter in listed}) < len(listed):
+            raise ConfigError("MasterWeights got a parameter twice: list each once")
         inside = [
             {**entry, "params": [self._master(p) for p in _listed(entry["params"])]}
             if isinstance(entry, Mapping)
@@ -103,7 +106,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self, factor: float = 1.0) -> None:
-        """Run one step of the wrapped optimizer, on `factor` times the gradients, which may have any dtype."""
+        """Run one step of the wrapped optimizer, on `factor` times the gradients, which may have any dtype.
+
+        Gradients may be scaled in place.
+        """
         self._copy_changes()
         uncompressed = self._uncompressed
         if uncompressed or not self._chunks:

@@ -201,7 +201,7 @@ def _require_experts(
 def _explain_no_ring(compile: bool, sample: int | None, dense_mask: bool) -> str:
     """Why attention passes no keys round a ring; with dense masks it would compute slow products."""
     if compile:
-        return "a ring does not run compiled"
+        return "a ring is estimated in blocks that are not compiled"
     return "samples are packed" if sample or dense_mask else ""
 
 

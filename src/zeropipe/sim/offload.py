@@ -86,10 +86,10 @@ def _count_useful(plain: Schedule, timeline: Timeline, costs: Costs, ranks: Sequ
     """
     for part in range(NUM_PARTS, 0, -1):
         counts = [rank.num_hidden * part // NUM_PARTS for rank in ranks]
-        copied = simulate(_place(plain, ranks, counts), costs)
-        peaks = zip(copied.peak_memory, timeline.peak_memory, strict=True)
-        counts = [count if peak * ROUNDING < before else 0 for count, (peak, before) in zip(counts, peaks, strict=True)]
-        if copied.makespan <= timeline.makespan * ROUNDING:
+        peaks = simulate(_place(plain, ranks, counts), costs).peak_memory
+        pairs = zip(counts, peaks, timeline.peak_memory, strict=True)
+        counts = [count if peak * ROUNDING < before else 0 for count, peak, before in pairs]
+        if simulate(_place(plain, ranks, counts), costs).makespan <= timeline.makespan * ROUNDING:
             return counts
     return [0] * len(ranks)
 

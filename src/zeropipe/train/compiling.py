@@ -21,6 +21,11 @@ def is_compiled(config: RunConfig, device: str) -> bool:
     return compiles_by_default(device, config.model.dtype) and not _find_obstacle(config)
 
 
+def is_estimated_compiled(config: RunConfig) -> bool:
+    """Whether estimates for a run are of compiled blocks. There are none of a ring in such."""
+    return is_compiled(config, predicted_device(config)) and config.mesh.cp_exchange != "ring"
+
+
 def explain_uncompiled(config: RunConfig, device: str) -> str:
     """Why `auto` does not compile where it usually does; empty if it does, or was not asked."""
     if config.engine.compile != "auto" or not compiles_by_default(device, config.model.dtype):
@@ -41,14 +46,14 @@ def settle_compile(config: RunConfig, compiled: bool) -> RunConfig:
 
 
 def _find_obstacle(config: RunConfig) -> str:
-    """The setting with which blocks cannot be compiled, or are not faster; empty if there is none."""
+    """The setting with which blocks cannot be compiled, or were not measured to be faster; empty if there is none."""
     mesh, data, ac = config.mesh, config.data, config.engine.ac
     if data.kind != "synthetic" and not data.packing:
         return "rows of many lengths (data.packing=false) are not faster with it"
     if mesh.cp_exchange == "ring":
-        return "mesh.cp_exchange='ring' does not run compiled"
+        return "they would be compiled around attention only (mesh.cp_exchange='ring')"
     if config.schedule.slices > 1:
-        return f"slices do not run compiled (schedule.slices={config.schedule.slices})"
+        return f"they would be compiled around attention only (schedule.slices={config.schedule.slices})"
     if mesh.ep > 1 and Checkpointing.parse(ac).mode == "budget":
         return f"exchanges of experts do not run compiled with engine.ac={ac!r}"
     if mesh.sequence_parallel and not _compiles_gathered():

@@ -23,7 +23,7 @@ from zeropipe.engine.run.spec import Job, built_in_config
 from zeropipe.errors import ConfigError
 from zeropipe.schedules.user import load_any
 from zeropipe.sim.layer_costs import LayerCosts
-from zeropipe.train.compiling import is_compiled, predicted_device
+from zeropipe.train.compiling import is_compiled, is_estimated_compiled, predicted_device
 from zeropipe.train.config.tables import LoraTable, RunConfig
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def load_layer_costs(config: RunConfig) -> LayerCosts | None:
             open_shapes(config), gpu=source, sequence=config.data.sequence, dtype=dtype,
             ac=_list_modes(config),
             microbatch_size=config.data.microbatch, tp=config.mesh.tp,
-            compile=is_compiled(config, predicted_device(config)),
+            compile=is_estimated_compiled(config),
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
             dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config), cp=config.mesh.cp,
             fused_head=config.engine.fused_head, cp_exchange=config.mesh.cp_exchange,

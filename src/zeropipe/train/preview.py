@@ -22,7 +22,7 @@ from zeropipe.estimating.operators import Sizes
 from zeropipe.planning.context import PlanContext
 from zeropipe.planning.score import Simulation, attribute_memory, compute_mfu, create_row, simulate_candidate
 from zeropipe.sim.layer_costs import LayerCosts
-from zeropipe.train.compiling import explain_uncompiled, is_compiled, predicted_device
+from zeropipe.train.compiling import explain_uncompiled, is_estimated_compiled, predicted_device
 from zeropipe.train.config.file_rules import has_weights
 from zeropipe.train.config.tables import LoraTable, RunConfig
 from zeropipe.train.inputs import (
@@ -162,7 +162,7 @@ def _choose_costs(config: RunConfig, schedule: Schedule, notes: list[str]) -> tu
     try:
         shapes = estimate(
             open_shapes(config), sequence=config.data.sequence, ac=config.engine.ac, tp=config.mesh.tp,
-            microbatch_size=config.data.microbatch, compile=is_compiled(config, predicted_device(config)),
+            microbatch_size=config.data.microbatch, compile=is_estimated_compiled(config),
             sequence_parallel=config.mesh.sequence_parallel, lora=estimated_rank(config), ep=config.mesh.ep,
             dispatch=config.mesh.dispatch, dense_mask=has_dense_mask(config), cp=config.mesh.cp,
             fused_head=config.engine.fused_head, cp_exchange=config.mesh.cp_exchange,

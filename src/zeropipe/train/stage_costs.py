@@ -93,6 +93,8 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts, schedule: Schedule | 
     if config.mesh.ep > 1 and costs.dispatch != config.mesh.dispatch:
         return f"no prediction: the run has mesh.dispatch={config.mesh.dispatch!r}, the costs {costs.dispatch!r}"
     compiled = is_compiled(config, predicted_device(config, costs))
+    if compiled and config.mesh.cp_exchange == "ring":
+        return "no prediction: a ring is estimated in blocks that are not compiled; set engine.compile=false for one"
     if all(one.compile != compiled for one in costs.settings):
         one, other, flag = ("", "not ", "--compile") if compiled else ("not ", "", "--no-compile")
         return (
@@ -119,7 +121,7 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts, schedule: Schedule | 
     if config.schedule.slices > 1 and not costs.has_slices(setting):
         return (
             f"no prediction with schedule.slices={config.schedule.slices}: costs of slices are estimated for dense "
-            "text models without windows, with engine.ac='full' and without data.packing"
+            "text models without windows, with engine.ac='full', without data.packing and without engine.compile"
         )
     table = config.lora
     reason = explain_adapter(table) if table is not None else ""

@@ -314,14 +314,26 @@ def test_a_ring_keeps_less_than_gathered_keys():
     assert ring < 0.75 * gathered
 
 
-def test_a_compiled_ring_is_refused():
-    stage = SimpleNamespace(context=SimpleNamespace(exchange="ring"))
-    with (
-        mock.patch.object(context_parallel, "HFStage", SimpleNamespace),
-        pytest.raises(ConfigError, match="compile=True: cp_exchange='ring' does not run compiled"),
-    ):
-        context_parallel.refuse_compiled_ring([stage], True)
-    context_parallel.refuse_compiled_ring([stage], False)
+@pytest.mark.parametrize(
+    "name, sizes, kind, batches, options",
+    [
+        ("1f1b", {"pp": 1, "cp": 2}, "qwen3", "packed", {}),
+        *(pytest.param(*job, marks=pytest.mark.full) for job in (
+            ("zbv", PP_CP, "llama", "plain", {"ac": "full"}), ("dualpipev", PP_CP, "qwen3", "padded", {}),
+            ("1f1b-overlap", {"pp": 1, "cp": 2}, "qwen3", "plain", {"overlap": "turns"}),
+            ("1f1b", {"pp": 1, "cp": 2, "tp": 2}, "llama", "plain", {"ac": "selective:2"}),
+        )),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_compiled_steps_round_a_ring(name, sizes, kind, batches, options):
+    """Blocks are compiled around attention: before it, after it, and the rest."""
+    spreading, schedule = {"cp_exchange": "ring"}, build(name, sizes)
+    job = (cases.train_compiled, schedule, sizes, kind, {}, BATCHES[batches], spreading, options, 2)
+    results = ranks(prod(sizes.values())).run(*job, timeout=280)
+    seen = largest([found for found, _ in results])
+    assert max(seen.values()) < TOLERANCE, seen
+    assert all(4 <= graphs <= 16 for _, graphs in results), results
 
 
 def test_sharding_over_cp_needs_cp():

@@ -77,6 +77,32 @@ def test_meshes_and_options(sizes, options):
     assert max(seen.values()) < TOLERANCE, seen
 
 
+COMPILED = [
+    ("seq1f1b", "llama", {"slice_sizes": (3, 2, 2)}),
+    *(
+        pytest.param(name, kind, {"ac": ac, "slice_sizes": sizes}, marks=pytest.mark.full)
+        for name, kind, ac, sizes in (
+            ("seq1f1b", "qwen3", "full", None), ("zb-h1", "qwen3", "none", (3, 2, 2)),
+            ("slimpipe", "llama", "none", None), ("zb-h1", "llama", "selective:2", None),
+            ("zb-h1", "llama", "memory_budget:0.5", (3, 2, 2)), ("zb-h1", "gemma3_text", "full", None),
+            ("zb-h1", "gpt_oss", "none", (3, 2, 2)), ("zb-h1", "deepseek_v3", "full", None),
+            ("seq1f1b", "deepseek_v3", "none", (3, 2, 2)),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind", "options"), COMPILED)
+def test_compiled_steps_equal_one_process(name, kind, options):
+    """Blocks are compiled around attention: before it, after it, and the rest, once per length of a slice."""
+    job = (cases.train_compiled, build(name, 3), kind, options, 2)
+    results = ranks(2).run(*job, timeout=280)
+    seen = largest([found for found, _ in results])
+    near = {"gemma3_text": 1e-5, "deepseek_v3": 1e-4}
+    assert max(seen.values()) < near.get(kind, TOLERANCE), seen
+    assert all(4 <= graphs <= 32 for _, graphs in results), results
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss", "deepseek_v3", "gemma2"])
 def test_small_copies_are_exact(kind):
     config = tiny(kind)
@@ -103,7 +129,7 @@ def test_models_that_cannot_run_in_slices_are_named(kind, changes, reason):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compile": True}, "slices of seq1f1b do not run compiled"),
+        ({"compile": True, "ac": "selective:op"}, "use 'full', 'selective:2' or 'none', or leave out compile"),
         ({"slice_sizes": (1, 2)}, "must be 4 numbers, one for each slice"),
     ],
 )

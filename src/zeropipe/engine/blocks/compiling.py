@@ -1,4 +1,4 @@
-"""Compiles transformer blocks, each as one graph; blocks of one class share it."""
+"""Compiles transformer blocks, each as one graph, or around attention; blocks of one class share it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ def prepare_blocks(stage: nn.Module, *, compile: bool = False, ac: str = "none",
 
 def set_blocks(
     blocks: Iterable[nn.Module], first: int, *, compile: bool = False, ac: str = "none", backend: Any = None,
-    by_schedule: bool = False, turns: bool = False,
+    by_schedule: bool = False, turns: bool = False, parts: bool = False,
 ) -> None:  # fmt: skip
     """`prepare_blocks` for some blocks; `first` is the index of the first one in the full model.
 
     `by_schedule`: a block is checkpointed, in full, in the F that the schedule marks: within `checkpointed_blocks`.
-    `turns`: forward and backward take turns at the collectives of compiled blocks, too.
+    `turns`: forward and backward take turns at the collectives of compiled blocks, too. `parts`: blocks leave attention
+    to Python, so each is compiled as several graphs.
     """
     checkpointing = Checkpointing.parse(ac)
     if checkpointing.mode == "budget" and not compile:
@@ -47,6 +48,11 @@ def set_blocks(
             f"ac={ac!r} has no effect without compile=True, whose partitioner keeps the budget; using selective:op"
         )
         checkpointing = Checkpointing.parse("selective:op")
+    if compile and parts and checkpointing.mode == "op":
+        raise ConfigError(
+            f"ac={ac!r} with compile=True: blocks that attend in slices, or round a ring, are several graphs, whose "
+            "operators cannot be selected; use 'full', 'selective:2' or 'none', or leave out compile"
+        )
     for index, block in enumerate(blocks):
         if compile and getattr(block, "gathers", False) and not torch_compile.COMPILES_GATHERED:
             raise ConfigError(
@@ -62,7 +68,7 @@ def set_blocks(
         mode = BY_SCHEDULE if by_schedule else checkpointing.of_layer(first + index)
         block_class = getattr(type(block), "plain_class", type(block))
         block.__class__ = (
-            _variant(block_class, mode, checkpointing.budget, compile, exchanges, turns, backend)
+            _variant(block_class, mode, checkpointing.budget, compile, exchanges, turns, parts, backend)
             if compile or mode != "none"
             else block_class
         )
@@ -71,23 +77,25 @@ def set_blocks(
 @functools.cache
 def _variant(
     block_class: type[nn.Module], mode: str, budget: float | None, compile: bool, exchanges: bool, turns: bool,
-    backend: Any = None,
+    parts: bool, backend: Any = None,
 ) -> type:  # fmt: skip
     """A subclass with another forward: one per class of blocks, because a compiled graph belongs to its code.
 
     A block that exchanges rows or takes turns is recomputed by its forward graph: in a backward graph the compiler
-    could put the recomputed exchanges before or after those of gradients, and all processes must have one order.
+    could put the recomputed exchanges before or after those of gradients, and all processes must have one order. One of
+    several graphs is recomputed by them, too: a checkpoint inside of a graph has no other ones.
     """
 
     def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-        return compile_function(forward, block_class.__name__, backend, budget, turns) if compile else forward
+        name = block_class.__name__
+        return compile_function(forward, name, backend, budget, turns, parts) if compile else forward
 
     plain = compiled(block_class.forward) if mode in ("none", BY_SCHEDULE) else None
     forward = plain
     if mode != "none":
         wrapped = "full" if mode == BY_SCHEDULE else mode
-        has_order = exchanges or turns
-        if compile and wrapped == "full" and (has_order or not torch_compile.MARKS_REACH_FUNCTIONS):
+        is_outside = exchanges or turns or parts
+        if compile and wrapped == "full" and (is_outside or not torch_compile.MARKS_REACH_FUNCTIONS):
             torch_tensors.init_gpu()  # inside a checkpoint the compiler must not initialize it
             forward = add_checkpointing(plain or compiled(block_class.forward), wrapped)
         else:
@@ -102,10 +110,16 @@ def _variant(
 
 
 def compile_function(
-    function: Callable[..., Any], name: str, backend: Any = None, budget: float | None = None, turns: bool = False
-) -> Any:
-    """Compile a function as one graph; one that cannot be compiled runs as it is, with a warning."""
-    compiled = torch.compile(function, fullgraph=True, backend=checked_backend(backend or inductor_backend(budget)))
+    function: Callable[..., Any], name: str, backend: Any = None, budget: float | None = None, turns: bool = False,
+    parts: bool = False,
+) -> Any:  # fmt: skip
+    """Compile a function as one graph; one that cannot be compiled runs as it is, with a warning.
+
+    `parts`: as several graphs, between calls that are not compiled.
+    """
+    compiled = torch.compile(
+        function, fullgraph=not parts, backend=checked_backend(backend or inductor_backend(budget))
+    )
     has_failed = False
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -14,19 +14,27 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeropipe.core.model.cp_exchange import GATHER, RING
+from zeropipe.engine.mesh import ring_attention
 from zeropipe.engine.mesh.cp_attention import has_copied_keys, require_exchange
 from zeropipe.engine.mesh.cp_check import check_parts, explain_refusal
 from zeropipe.engine.mesh.cp_stage import split_stage
 from zeropipe.engine.mesh.tp_collectives import TPGroup
+from zeropipe.engine.stages import slice_attention
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.errors import ConfigError
 
 
-def refuse_compiled_ring(stages: Iterable[Any], compile: bool) -> None:
-    """ConfigError for stages that pass keys round a ring and shall be compiled."""
-    for stage in stages if compile else ():
-        if isinstance(stage, HFStage) and stage.context is not None and stage.context.exchange == RING:
-            raise ConfigError("compile=True: cp_exchange='ring' does not run compiled; use heads or gather")
+def attends_outside_graphs(stage: Any) -> bool:
+    """Whether compiled blocks of a stage leave attention to Python: in slices, and round a ring."""
+    if not isinstance(stage, HFStage):
+        return False
+    return stage.slices is not None or (stage.context is not None and stage.context.exchange == RING)
+
+
+def allow_outside_graphs() -> None:
+    """Let compiled blocks call attention in slices and round a ring, of which no graph can be made."""
+    slice_attention.attend.allow()
+    ring_attention.attend_around_ring.allow()
 
 
 def apply_cp(stages: Iterable[Any], mesh: DeviceMesh, exchange: str, tp: int, sequence: int | None = None) -> None:

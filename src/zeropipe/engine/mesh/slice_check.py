@@ -38,17 +38,13 @@ _cache: dict[str, str | None] = {}  # config, as JSON -> the reason why sequence
 Batch = dict[str, Any]
 
 
-def prepare_slices(
-    schedule: Schedule, stages: Sequence[nn.Module], sizes: tuple[float, ...] | None, compile: bool
-) -> None:
+def prepare_slices(schedule: Schedule, stages: Sequence[nn.Module], sizes: tuple[float, ...] | None) -> None:
     """Let stages run a schedule's slices; ConfigError for what cannot."""
     if schedule.num_slices == 1:
         if sizes is not None:
             raise ConfigError(f"slice_sizes={sizes}: the schedule {schedule.name} has no slices")
         return
     parse_shares(sizes, schedule.num_slices)
-    if compile:
-        raise ConfigError(f"compile=True: slices of {schedule.name} do not run compiled; leave out one of them")
     for stage in stages:
         if not isinstance(stage, HFStage):
             raise ConfigError(

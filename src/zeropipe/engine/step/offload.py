@@ -24,7 +24,7 @@ from zeropipe.engine.torch_private.saved import AnySlot, collect_saved, find_com
 
 LEAST_BYTES = 1 << 12  # of a storage: copying less takes longer than it frees memory for
 
-POLL_INTERVAL_S = 2e-5  # launching the first kernels of an F takes longer
+POLL_INTERVAL_S = 2e-5  # between questions whether copies have ended; launching an F takes longer
 
 Copy = Callable[[], int]  # copies, and returns the bytes
 WrapCopy = Callable[[Copy, Any], Copy]  # the second argument is the stream that it runs on
@@ -98,7 +98,7 @@ class Offloader:
     @contextmanager
     def collect(self, cell: Cell) -> Iterator[None]:
         """Around the F of a cell: find what it keeps."""
-        self._free_before_forward()
+        self._wait_for_copies()
         saved = self._saved[cell.stage, cell.microbatch] = SavedTensors()
         with collect_saved(saved.slots):
             yield
@@ -193,8 +193,8 @@ class Offloader:
             if type(x) is Tensor and torch_tensors.memory_of(x) in copied:
                 x.data = x.new_empty(()).expand(x.shape)
 
-    def _free_before_forward(self) -> None:
-        """Free what is on the host when the device begins with the F that is issued next.
+    def _wait_for_copies(self) -> None:
+        """Wait until the F that comes next may be issued, and free what is on the host.
 
         Memory is allocated when an action is issued. An F is issued when all copies to the host have ended, or the
         device has ended all actions before it: else it would allocate its memory before that of the copies is free.

@@ -15,7 +15,7 @@ BLOCK = 1024  # elements that a block of the kernel updates
 @triton.jit
 def _step(
     high_ptr, low_ptr, grad_ptr, average_ptr, square_ptr, correction_ptr, size,
-    factor, lr, beta2, rest1, rest2, eps, decay, decoupled: tl.constexpr, block: tl.constexpr,
+    factor, lr, beta2, other1, other2, eps, decay, decoupled: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = place < size
@@ -29,8 +29,8 @@ def _step(
         weight -= lr * decay * weight
     else:
         grad += decay * weight
-    average += rest1 * (grad - average)
-    square = beta2 * square + rest2 * grad * grad
+    average += other1 * (grad - average)
+    square = beta2 * square + other2 * grad * grad
     weight -= lr / correction * average / (tl.sqrt(square) / root + eps)
 
     bits = weight.to(tl.int32, bitcast=True)
@@ -47,8 +47,8 @@ def step(
 ) -> None:  # fmt: skip
     """Update a parameter in place. All but `corrections` (1 - beta1**t and sqrt(1 - beta2**t)) have its elements."""
     size = high.numel()
-    rest1, rest2 = (1 - beta for beta in betas)  # here: numbers in the kernel have 32 bits
+    other1, other2 = (1 - beta for beta in betas)  # not in the kernel, whose numbers have 32 bits
     _step[(triton.cdiv(size, BLOCK),)](
         high, low, grad, average, square, corrections, size,
-        factor, lr, betas[1], rest1, rest2, eps, decay, decoupled=decoupled, block=BLOCK,
+        factor, lr, betas[1], other1, other2, eps, decay, decoupled=decoupled, block=BLOCK,
     )  # fmt: skip

@@ -167,6 +167,25 @@ def _fix_attention_dtype() -> None:
     torch._subclasses.FakeTensorMode.cache_clear()  # of earlier traces
 
 
+class OutsideGraphs:
+    """A function that compiled code calls as it is, between two graphs, once this has been allowed.
+
+    Not from the start: that would import the compiler, which takes seconds in every process.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._run = self._function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def allow(self) -> None:
+        """Compile no call of the function from now on; code that has one cannot be a single graph."""
+        if self._run is self._function:
+            self._run = torch.compiler.disable(self._function)
+
+
 def mark_dynamic_rows(*tensors: Tensor) -> None:
     """Let a compiled function run with any number of rows of these tensors, without a graph for each."""
     from torch._dynamo import maybe_mark_dynamic

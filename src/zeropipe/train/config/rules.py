@@ -13,6 +13,7 @@ from typing import Any
 
 from zeropipe.core.files import SCHEDULE_SUFFIXES, has_suffix
 from zeropipe.core.mesh import format_mesh, refuse_ep
+from zeropipe.core.model.checkpointing import Checkpointing
 from zeropipe.core.units import count_text
 from zeropipe.engine.run.spec import require_cores
 from zeropipe.errors import ConfigError, MissingExtra, ZeropipeError, first_line
@@ -93,8 +94,12 @@ def _check_mesh(config: RunConfig) -> Iterator[str]:
         yield "mesh.shard_cp=true shards weights over cp, without ep; use mesh.cp of at least 2 and mesh.ep=1"
     if mesh.cp_exchange != "auto" and mesh.cp == 1:
         yield f"mesh.cp_exchange={mesh.cp_exchange!r} is for mesh.cp of at least 2; use that, or leave it out"
-    if mesh.cp_exchange == "ring" and engine.compile is True:
-        yield "mesh.cp_exchange='ring' does not run compiled; use heads or gather, or engine.compile=false"
+    is_parts = mesh.cp_exchange == "ring" or config.schedule.slices > 1
+    if is_parts and engine.compile is True and Checkpointing.parse(engine.ac).mode == "op":
+        yield (
+            f"engine.ac={engine.ac!r} does not run with engine.compile=true and slices or a ring; use 'full', "
+            "'selective:2' or 'none', or engine.compile=false"
+        )
     if mesh.num_shards == 1:
         if engine.offload:
             yield "engine.offload=true is for sharded weights; use mesh.dp_shard of at least 2, or leave it out"
@@ -170,12 +175,9 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
     if config.mesh.cp > 1 and table.slices > 1:
         yield f"schedule.slices={table.slices}: slices do not run with mesh.cp={config.mesh.cp}; use one of them"
         return
-    for name, is_set in (
-        ("mesh.sequence_parallel", config.mesh.sequence_parallel), ("engine.compile", config.engine.compile is True)
-    ):  # fmt: skip
-        if is_set and table.slices > 1:
-            yield f"schedule.slices={table.slices}: slices do not run with {name}=true; use one of them"
-            return
+    if config.mesh.sequence_parallel and table.slices > 1:
+        yield f"schedule.slices={table.slices}: slices do not run with mesh.sequence_parallel=true; use one of them"
+        return
     if table.checkpointing is not None:
         others = {
             "engine.ac": (config.engine.ac, "none"), "schedule.slices": (table.slices, 1),

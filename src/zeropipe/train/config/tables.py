@@ -156,7 +156,8 @@ class ScheduleTable(Table):
     gpus_per_node: Count = Field(default=8, description="GPUs of a machine, for predictions from `costs`.")
     offload: float | str | None = Field(
         default=None,
-        description="Copy activations to the host and back: `auto` (all that takes no time by `costs`), `fit` (as few "
+        description="Copy activations to the host and back: `auto` (all that take no time by `costs` and "
+        "lower a peak), `fit` (as few "
         "as it takes to fit into the GPU), or a share from 0 to 1.",
     )
     checkpointing: Literal["fit"] | None = Field(

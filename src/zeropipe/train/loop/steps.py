@@ -93,12 +93,12 @@ class Stepper:
         self._loads.reset()
         result = engine.train_step(_move_to(self._position.device, batch.microbatches), self._loss_fn)
         clip = config.optimizer.clip
-        can_scale = isinstance(self._optimizer, MasterWeights)
-        norm = engine.clip_grad_norm(clip) if clip and not can_scale else engine.grad_norm()
+        optimizer_clips = isinstance(self._optimizer, MasterWeights)
+        norm = engine.clip_grad_norm(clip) if clip and not optimizer_clips else engine.grad_norm()
         is_skipped = not (isfinite(result.loss) and isfinite(norm))  # the same on all ranks, as both numbers are
         loads = self._loads.take()
         if not is_skipped:
-            if can_scale:
+            if optimizer_clips:
                 self._optimizer.step(clip_factor(norm, clip or inf))
             else:
                 self._optimizer.step()
