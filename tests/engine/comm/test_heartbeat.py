@@ -192,6 +192,29 @@ def test_waits_in_the_store_end_with_an_error():
         here.get("2")
 
 
+class FailingHost:
+    """A store in which a value and then an error are set right after somebody has asked for the value."""
+
+    def __init__(self):
+        self.keys = {}
+
+    def check(self, keys):
+        found = all(key in self.keys for key in keys)
+        self.keys |= {"job/exchange": b"values", "job/error": b"rank 0 failed"}
+        return found
+
+    def get(self, key):
+        return self.keys[key]
+
+
+def test_a_value_that_was_set_before_an_error_is_found():
+    store = FailingHost()
+    board = board_of(store, 1)
+    board.wait("exchange")
+    with pytest.raises(PeerLost, match="another rank failed"):
+        board.wait("a value that nobody sets")
+
+
 class Fake:
     """The parts of a Communicator that its end needs."""
 

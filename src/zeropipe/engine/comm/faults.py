@@ -162,8 +162,11 @@ class ErrorBoard:
         """Wait until all of these were set, without a timeout; PeerLost if there is an error instead."""
 
         def check(store: dist.Store, key: Key) -> tuple[bool, str | None]:
-            is_set = store.check([key(name) for name in names])
-            return is_set, None if is_set else _read_error(store, key)
+            keys = [key(name) for name in names]
+            if store.check(keys):
+                return True, None
+            error = _read_error(store, key)
+            return error is not None and store.check(keys), error  # they may be set since, before the error
 
         pause = MIN_POLL_S
         while True:
