@@ -16,24 +16,26 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import zeropipe.engine.low_bits as low_bits
 from zeropipe.engine import MasterWeights
 from zeropipe.engine.adam import KINDS, FusedAdam, has_torchs_results
-from zeropipe.engine.low_bits import _join, _split
+from zeropipe.engine.low_bits import join, split
 from zeropipe.errors import ConfigError
 
 SIZES = [(7, 9), (64,), (3, 5, 4), (1,), (40, 2)]
 STEPS = 6
 
 
-def update(high, low, grad, average, square, corrections, *, factor, lr, betas, eps, decay, decoupled, worse=1.0):
+def update(
+    high, low, grad, average, square, corrections, *, factor, lr, betas, eps, weight_decay, decoupled, worse=1.0
+):
     """The kernel's formula."""
-    weight, gradient = _join(high, low), grad.float() * factor
+    weight, gradient = join(high, low), grad.float() * factor
     if decoupled:
-        weight -= lr * decay * weight
+        weight -= lr * weight_decay * weight
     else:
-        gradient = gradient + decay * weight
+        gradient = gradient + weight_decay * weight
     average.lerp_(gradient, 1 - betas[0])
     square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
     weight -= worse * lr / corrections[0] * average / (square.sqrt() / corrections[1] + eps)
-    for target, found in zip((high, low), _split(weight)):
+    for target, found in zip((high, low), split(weight)):
         target.copy_(found)
 
 

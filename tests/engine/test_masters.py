@@ -109,5 +109,5 @@ def test_a_parameter_that_is_written_between_steps() -> None:
 def test_extreme_values_survive() -> None:
     bits = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0x3F7FFFFF, 0x7F7FFFFF, 0x7F800000, -0x80000000, -1 - 0x7FFFFF],
                         dtype=torch.int32)  # fmt: skip
-    high, low = low_bits._split(bits.view(torch.float32))
-    assert torch.equal(low_bits._join(high, low).view(torch.int32), bits)
+    high, low = low_bits.split(bits.view(torch.float32))
+    assert torch.equal(low_bits.join(high, low).view(torch.int32), bits)

@@ -143,7 +143,7 @@ def one_fault(model, output, chance):
         end = time.monotonic() + TIMEOUT + LATER
         survivors = [rank for rank in range(size) if kind == "cut" or rank != culprit]
         found = {rank: job.outcome(rank, max(0.0, end - time.monotonic())) for rank in survivors}
-    require_named(found, culprit)
+    require_named(found, culprit, size)
     until(lambda: not any(map(alive, processes)), "a process is left")
 
 

@@ -90,7 +90,7 @@ class Comparison(NamedTuple):
     refused: list[tuple[str, str]]  # title and reason
     ignored: dict[str, list[str]]  # --option name -> schedules that do not have it
     recorded: list[str]  # files whose recorded times are not used
-    sizes: dict[str, tuple[int, int]]  # of files that have another size than those asked for
+    own_sizes: dict[str, tuple[int, int]]  # of files that have another size than those asked for
 
 
 def _compare(request: Request) -> Comparison:
@@ -136,7 +136,7 @@ def _compare(request: Request) -> Comparison:
                     raise ScheduleError(f"{title}: {error}") from None
                 refused.append((title, str(error)))
                 continue
-            size = schedule.num_ranks, schedule.num_microbatches
+            size = size_of(timeline)
             is_asked = all(own in asked for own, asked in zip(size, (request.ranks, request.microbatches)) if asked)
             if spec.is_file and has_sizes and not is_asked:
                 own_sizes[spec.name] = size
@@ -259,7 +259,7 @@ def _print_tables(comparison: Comparison, request: Request, grid: str | None) ->
             output.print_note(f"no W to divide into parts: {', '.join(dict.fromkeys(names))}")
     for name, reason in comparison.refused:
         output.print_note(f"left out: {name}: {reason}")
-    for name, size in comparison.sizes.items():
+    for name, size in comparison.own_sizes.items():
         output.print_note(f"{name} has its own size, {_size_text(size)}, and no other")
     for name in comparison.recorded:
         output.print_note(f"recorded times of {name} are not used: --costs {name} compares all by them")

@@ -13,7 +13,7 @@
 - `timing`: points in time on a device.
 - `layout`: a rank's place in the mesh.
 - `masters`, `low_bits`: float32 copies of 16-bit parameters, and their compressed form.
-- `adam`: steps of Adam over compressed copies as one kernel.
+- `adam`, `adam_kernel`: steps of Adam over compressed copies as one kernel.
 - `float8`: which layers compute in 8 bits.
 - `torch_private`, `fsdp_private`, `transformers_private`: private names of torch and transformers, and nothing else.
 """

@@ -5,7 +5,7 @@ For optimizers that torch would step with `fused=True`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropipe.engine.low_bits import Part
-from zeropipe.engine.torch_private.tensors import has_step_hooks, mark_stepped, on_device
+from zeropipe.engine.low_bits import LowBits, Part, join
+from zeropipe.engine.torch_private.optimizers import has_step_hooks, mark_stepped
 
 KINDS = (torch.optim.Adam, torch.optim.AdamW)
 _STEPS, _TOLERANCE = 3, 1e-6  # of the comparison with torch's own
@@ -30,7 +30,7 @@ class FusedAdam:
 
     @staticmethod
     def find(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> FusedAdam | None:
-        """For an optimizer over copies of bfloat16 parameters; None if it cannot do its steps."""
+        """That of an optimizer over copies of these parameters; None if torch must do the steps."""
         if type(optimizer) not in KINDS or not parameters:
             return None
         if any(p.device.type != "cuda" or not p.is_contiguous() for p in parameters):
@@ -40,7 +40,7 @@ class FusedAdam:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the optimizer's present options are those that the kernel knows, and nobody watches its steps."""
+        """Whether the optimizer's present options are those that the kernel knows, and it has no hooks."""
         return not has_step_hooks(self._optimizer) and all(
             group["fused"]
             and not (group["amsgrad"] or group["maximize"] or group["differentiable"])
@@ -49,24 +49,27 @@ class FusedAdam:
         )
 
     @torch.no_grad()
-    def step(self, parts: Iterable[Part], factor: float) -> None:
+    def step(self, parts: Sequence[Part], factor: float) -> None:
         """Update the parameters that have a gradient, with `factor` times it."""
-        group_of = {id(copy): group for group in self._optimizer.param_groups for copy in group["params"]}
-        for group, own in _by_group(
-            (part, group_of[id(part.copy)]) for part in parts if part.parameter.grad is not None
-        ):
-            states = [self._state(part) for part in own]
-            steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, 1)
-            corrections, options = _corrections(torch.stack(steps), *group["betas"]), _options(group)
-            with on_device(own[0].parameter.device):
-                for part, state, numbers in zip(own, states, corrections):
-                    grad: Any = part.parameter.grad
-                    self._update(
-                        part.parameter.detach().view(torch.int16), part.low, grad.contiguous(), state["exp_avg"],
-                        state["exp_avg_sq"], numbers, factor=factor, **options,
-                    )  # fmt: skip
+        for group in self._optimizer.param_groups:
+            copies = {id(copy) for copy in group["params"]}
+            own = [part for part in parts if id(part.copy) in copies and part.parameter.grad is not None]
+            if own:
+                self._step_group(group, own, factor)
         mark_stepped(self._optimizer)
+
+    def _step_group(self, group: Mapping[str, Any], parts: Sequence[Part], factor: float) -> None:
+        states = [self._state(part) for part in parts]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        corrections, options = _corrections(torch.stack(steps), *group["betas"]), _options(group)
+        with torch.cuda.device_of(parts[0].parameter):
+            for part, state, numbers in zip(parts, states, corrections):
+                grad: Any = part.parameter.grad
+                self._update(
+                    part.parameter.detach().view(torch.int16), part.low, grad.contiguous(), state["exp_avg"],
+                    state["exp_avg_sq"], numbers, factor=factor, **options,
+                )  # fmt: skip
 
     def _state(self, part: Part) -> dict[str, Any]:
         """The optimizer's state of a parameter, made as torch makes it with `fused`, and contiguous."""
@@ -80,14 +83,6 @@ class FusedAdam:
         return state
 
 
-def _by_group(pairs: Iterable[tuple[Part, dict[str, Any]]]) -> Iterator[tuple[dict[str, Any], list[Part]]]:
-    """The parts of each group of options that has any."""
-    found: dict[int, tuple[dict[str, Any], list[Part]]] = {}
-    for part, group in pairs:
-        found.setdefault(id(group), (group, []))[1].append(part)
-    yield from found.values()
-
-
 def _corrections(steps: Tensor, beta1: float, beta2: float) -> Tensor:
     """1 - beta1**t and sqrt(1 - beta2**t) for each number of steps."""
     numbers = steps.double()
@@ -97,7 +92,7 @@ def _corrections(steps: Tensor, beta1: float, beta2: float) -> Tensor:
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "lr": float(group["lr"]), "betas": tuple(group["betas"]), "eps": group["eps"],
-        "decay": group["weight_decay"], "decoupled": bool(group.get("decoupled_weight_decay")),
+        "weight_decay": group["weight_decay"], "decoupled": bool(group.get("decoupled_weight_decay")),
     }  # fmt: skip
 
 
@@ -106,7 +101,7 @@ def _find_kernel(device: torch.device) -> UpdateParameter | None:
     """The kernel, if it is here and has torch's results."""
     if torch.version.hip is not None or find_spec("triton") is None:
         return None
-    from zeropipe.engine.torch_private.adam_kernel import step
+    from zeropipe.engine.adam_kernel import step
 
     return step if all(has_torchs_results(step, kind, device) for kind in KINDS) else None
 
@@ -116,17 +111,16 @@ def has_torchs_results(update: UpdateParameter, kind: type[torch.optim.Optimizer
     generator = torch.Generator().manual_seed(0)
     size, options = 3001, {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
     weight = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(device)
-    theirs = weight.bfloat16().float().requires_grad_()
-    parameter, low = weight.bfloat16(), torch.zeros(weight.shape, dtype=torch.int16, device=device)
-    copy = torch.empty((), dtype=torch.float32, device=device).expand(size).detach().requires_grad_()
+    parameter, theirs, copy = weight.bfloat16(), *(weight.bfloat16().float().requires_grad_() for _ in range(2))
+    chunk = LowBits([parameter], [copy])
     wanted, optimizer = kind([theirs], **options), kind([copy], **options)
     ours = FusedAdam(optimizer, update)
     for _ in range(_STEPS):
         parameter.grad = torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").to(parameter)
         theirs.grad = parameter.grad.float() * 0.5
-        ours.step([Part(parameter, copy, low)], 0.5)
+        ours.step(chunk.parts(), 0.5)
         wanted.step()
-    full = ((parameter.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+    full = join(parameter.view(torch.int16), chunk.low)
     states = (optimizer.state[copy], wanted.state[theirs])
     pairs = [(full, theirs.detach()), *((states[0][name], states[1][name]) for name in ("exp_avg", "exp_avg_sq"))]
     return all(bool((one - other).abs().max() <= _TOLERANCE * other.abs().max()) for one, other in pairs)

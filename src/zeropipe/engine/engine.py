@@ -35,7 +35,7 @@ from zeropipe.engine.float8 import keep_copies, require_float8, set_float8
 from zeropipe.engine.head.fused import fuse_head
 from zeropipe.engine.head.passes import PLAIN, compiled_passes
 from zeropipe.engine.layout import Layout
-from zeropipe.engine.mesh.context_parallel import allow_outside_graphs, attends_outside_graphs
+from zeropipe.engine.mesh.context_parallel import enable_graph_breaks, has_graph_breaks
 from zeropipe.engine.mesh.reduce_limit import ReduceLimit
 from zeropipe.engine.mesh.sharded_stage import ShardedStage, is_sharded
 from zeropipe.engine.mesh.slice_check import prepare_slices
@@ -172,16 +172,16 @@ class Engine:
         stages, sizes = self._infos.values(), self._layout.sizes | {"ep": self._layout.ep}
         require_float8(self.options.float8, self.schedule, sizes, stages, self._device)
         prepare_slices(self.schedule, modules, self.options.slice_sizes)
-        if compile := self.options.compile:
-            allow_outside_graphs()
+        if self.options.compile:
+            enable_graph_breaks()
         for stage in stages:
             self._splitter.prepare(stage.number, stage.module)
             set_float8(stage, self.options.float8)
             if stage.blocks is not None:
                 set_blocks(
-                    stage.blocks, stage.first_layer, compile=compile, ac=self.options.ac,
+                    stage.blocks, stage.first_layer, compile=self.options.compile, ac=self.options.ac,
                     turns=self.options.overlap == "turns", by_schedule=bool(self.schedule.checkpointed),
-                    parts=attends_outside_graphs(stage.module),
+                    graph_breaks=has_graph_breaks(stage.module),
                 )  # fmt: skip
             is_last = stage.number == self.schedule.num_stages - 1
             if self.options.fused_head and is_last and setup.find_part([stage.module]) is None:

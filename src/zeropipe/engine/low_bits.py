@@ -100,11 +100,13 @@ def make_chunks(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> Itera
         yield LowBits(parameters[start:], copies[start:])
 
 
-def _join(high: Tensor, low: Tensor) -> Tensor:
+def join(high: Tensor, low: Tensor) -> Tensor:
+    """The float32 numbers of these halves."""
     return ((high.int() << 16) + low.int()).view(torch.float32)
 
 
-def _split(full: Tensor) -> tuple[Tensor, Tensor]:
+def split(full: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper halves of float32 numbers, rounded to nearest, and the lower ones."""
     bits = full.view(torch.int32)
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16), (bits - (high << 16)).to(torch.int16)
@@ -112,7 +114,7 @@ def _split(full: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _functions(device_type: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`_join` and `_split`; on a GPU each is one kernel."""
+    """`join` and `split`; on a GPU each is one kernel."""
     if device_type == "cuda":
-        return torch.compile(_join, dynamic=True), torch.compile(_split, dynamic=True)
-    return _join, _split
+        return torch.compile(join, dynamic=True), torch.compile(split, dynamic=True)
+    return join, split

@@ -45,15 +45,14 @@ class MasterWeights:
         entries = list(parameters)
         if not entries:
             raise ConfigError("MasterWeights got no parameters: pass engine.parameters()")
-        listed = [p for entry in entries for p in (_listed(entry["params"]) if isinstance(entry, Mapping) else [entry])]
-        if len({id(parameter) for parameter in listed}) < len(listed):
-            raise ConfigError("MasterWeights got a parameter twice: list each once")
         inside = [
             {**entry, "params": [self._master(p) for p in _listed(entry["params"])]}
             if isinstance(entry, Mapping)
             else self._master(entry)
             for entry in entries
         ]
+        if len({id(parameter) for parameter, _ in self._pairs}) < len(self._pairs):
+            raise ConfigError("MasterWeights got a parameter twice: list each once")
         self.optimizer = make(inside, **options)
         self._chunks = self._make_chunks() if low_bits else []
         self._fused = FusedAdam.find(self.optimizer, [p for chunk in self._chunks for p, _ in chunk.pairs])

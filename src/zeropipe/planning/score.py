@@ -162,8 +162,9 @@ def _marked_seconds(run: Simulation) -> float:
     if not schedule.checkpointed:
         return 0.0
     plain, marked = (SliceCosts.of(schedule, one) for one in (costs, costs.with_all_checkpointed(num_stages)))
+    times, marked_times = plain.times()[I], marked.times()[I]
     rows = [number % len(plain.shares) * num_stages + stage for stage, number in schedule.checkpointed]
-    return sum(marked.times()[I][row] - plain.times()[I][row] for row in rows)
+    return sum(marked_times[row] - times[row] for row in rows)
 
 
 def _sum_seconds(context: PlanContext, run: Simulation) -> float:

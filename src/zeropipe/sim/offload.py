@@ -86,11 +86,13 @@ def _count_useful(plain: Schedule, timeline: Timeline, costs: Costs, ranks: Sequ
     """
     for part in range(NUM_PARTS, 0, -1):
         counts = [rank.num_hidden * part // NUM_PARTS for rank in ranks]
-        peaks = simulate(_place(plain, ranks, counts), costs).peak_memory
-        pairs = zip(counts, peaks, timeline.peak_memory, strict=True)
-        counts = [count if peak * ROUNDING < before else 0 for count, peak, before in pairs]
-        if simulate(_place(plain, ranks, counts), costs).makespan <= timeline.makespan * ROUNDING:
-            return counts
+        copied = simulate(_place(plain, ranks, counts), costs)
+        pairs = zip(counts, copied.peak_memory, timeline.peak_memory, strict=True)
+        useful = [count if peak * ROUNDING < before else 0 for count, peak, before in pairs]
+        if useful != counts:
+            copied = simulate(_place(plain, ranks, useful), costs)
+        if copied.makespan <= timeline.makespan * ROUNDING:
+            return useful
     return [0] * len(ranks)
 
 

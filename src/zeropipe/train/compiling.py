@@ -22,7 +22,7 @@ def is_compiled(config: RunConfig, device: str) -> bool:
 
 
 def is_estimated_compiled(config: RunConfig) -> bool:
-    """Whether estimates for a run are of compiled blocks. There are none of a ring in such."""
+    """Whether estimates for a run are of compiled blocks. A ring is estimated in blocks that are not."""
     return is_compiled(config, predicted_device(config)) and config.mesh.cp_exchange != "ring"
 
 

@@ -94,7 +94,7 @@ def explain_mismatch(config: RunConfig, costs: LayerCosts, schedule: Schedule | 
         return f"no prediction: the run has mesh.dispatch={config.mesh.dispatch!r}, the costs {costs.dispatch!r}"
     compiled = is_compiled(config, predicted_device(config, costs))
     if compiled and config.mesh.cp_exchange == "ring":
-        return "no prediction: a ring is estimated in blocks that are not compiled; set engine.compile=false for one"
+        return "no prediction: a ring is estimated in blocks that are not compiled; set engine.compile=false to get one"
     if all(one.compile != compiled for one in costs.settings):
         one, other, flag = ("", "not ", "--compile") if compiled else ("not ", "", "--no-compile")
         return (

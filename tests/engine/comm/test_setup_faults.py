@@ -60,8 +60,8 @@ def some(tmp_path_factory):
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: " ".join(map(str, case)))
 def test_training_ends_by_the_name_of_the_rank_that_is_missing(some, case):
-    _, _, culprit, _ = case
-    require_named(some[case].result(), culprit)
+    _, _, culprit, size = case
+    require_named(some[case].result(), culprit, size)
 
 
 def test_a_script_with_an_engine_ends_by_the_name_of_the_rank_that_is_missing():
@@ -99,4 +99,4 @@ def test_a_moment_by_chance(tmp_path, seed):
     if chance.random() < 0.4:
         work, args = cases.script, (TIMEOUT, True)
     found = struck(kind, moment, culprit, work, *args, size=size, with_agent=with_agent, delay=delay)
-    require_named(found, culprit)
+    require_named(found, culprit, size)

@@ -58,35 +58,24 @@ def _selective_contexts() -> Any:
     return torch_autograd.selective_contexts(_policy)
 
 
-# by name, as a module of the engine that nobody has imported has not defined its operators
-_OWN_OPERATORS = frozenset(
-    f"zeropipe::{name}"
-    for name in (
+# operators whose results are kept, by name: a module of the engine that nobody has imported has not defined its own
+_EXPENSIVE = frozenset([
+    *(f"aten::{name}" for name in (
+        "mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math",
+    )),
+    *(f"zeropipe::{name}" for name in (  # products, and what other processes sent in exchanges or turns
         "grouped_linear", "float8_linear", "exchange", "exchange_counts", "reduce", "gather", "sum_scatter",
         "exchange_even",
-    )
-)  # fmt: skip
+    )),
+])  # fmt: skip
 
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_expensive = op in _expensive_operators() or op.name() in _OWN_OPERATORS
-    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _is_expensive(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @functools.cache
-def _expensive_operators() -> frozenset[Any]:
-    """torch's operators whose results are kept: products and attention."""
-    names = (
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "_grouped_mm",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_attention_math",
-    )
-    found = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
-    return frozenset([*found, *torch_attention.OPERATORS])
+def _is_expensive(op: Any) -> bool:
+    return op.name() in _EXPENSIVE or op in torch_attention.OPERATORS

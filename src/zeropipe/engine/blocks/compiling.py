@@ -34,13 +34,13 @@ def prepare_blocks(stage: nn.Module, *, compile: bool = False, ac: str = "none",
 
 def set_blocks(
     blocks: Iterable[nn.Module], first: int, *, compile: bool = False, ac: str = "none", backend: Any = None,
-    by_schedule: bool = False, turns: bool = False, parts: bool = False,
+    by_schedule: bool = False, turns: bool = False, graph_breaks: bool = False,
 ) -> None:  # fmt: skip
     """`prepare_blocks` for some blocks; `first` is the index of the first one in the full model.
 
     `by_schedule`: a block is checkpointed, in full, in the F that the schedule marks: within `checkpointed_blocks`.
-    `turns`: forward and backward take turns at the collectives of compiled blocks, too. `parts`: blocks leave attention
-    to Python, so each is compiled as several graphs.
+    `turns`: forward and backward take turns at the collectives of compiled blocks, too. `graph_breaks`:
+    blocks call attention that cannot be compiled, so each is several graphs.
     """
     checkpointing = Checkpointing.parse(ac)
     if checkpointing.mode == "budget" and not compile:
@@ -48,7 +48,7 @@ def set_blocks(
             f"ac={ac!r} has no effect without compile=True, whose partitioner keeps the budget; using selective:op"
         )
         checkpointing = Checkpointing.parse("selective:op")
-    if compile and parts and checkpointing.mode == "op":
+    if compile and graph_breaks and checkpointing.mode == "op":
         raise ConfigError(
             f"ac={ac!r} with compile=True: blocks that attend in slices, or round a ring, are several graphs, whose "
             "operators cannot be selected; use 'full', 'selective:2' or 'none', or leave out compile"
@@ -68,7 +68,7 @@ def set_blocks(
         mode = BY_SCHEDULE if by_schedule else checkpointing.of_layer(first + index)
         block_class = getattr(type(block), "plain_class", type(block))
         block.__class__ = (
-            _variant(block_class, mode, checkpointing.budget, compile, exchanges, turns, parts, backend)
+            _variant(block_class, mode, checkpointing.budget, compile, exchanges, turns, graph_breaks, backend)
             if compile or mode != "none"
             else block_class
         )
@@ -77,25 +77,25 @@ def set_blocks(
 @functools.cache
 def _variant(
     block_class: type[nn.Module], mode: str, budget: float | None, compile: bool, exchanges: bool, turns: bool,
-    parts: bool, backend: Any = None,
+    graph_breaks: bool, backend: Any = None,
 ) -> type:  # fmt: skip
     """A subclass with another forward: one per class of blocks, because a compiled graph belongs to its code.
 
     A block that exchanges rows or takes turns is recomputed by its forward graph: in a backward graph the compiler
-    could put the recomputed exchanges before or after those of gradients, and all processes must have one order. One of
-    several graphs is recomputed by them, too: a checkpoint inside of a graph has no other ones.
+    could put the recomputed exchanges before or after those of gradients, and all processes must have one order. So
+    is a block with graph breaks, as a checkpoint inside of a graph cannot contain one.
     """
 
     def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
         name = block_class.__name__
-        return compile_function(forward, name, backend, budget, turns, parts) if compile else forward
+        return compile_function(forward, name, backend, budget, turns, graph_breaks) if compile else forward
 
     plain = compiled(block_class.forward) if mode in ("none", BY_SCHEDULE) else None
     forward = plain
     if mode != "none":
         wrapped = "full" if mode == BY_SCHEDULE else mode
-        is_outside = exchanges or turns or parts
-        if compile and wrapped == "full" and (is_outside or not torch_compile.MARKS_REACH_FUNCTIONS):
+        is_checkpoint_outside = exchanges or turns or graph_breaks
+        if compile and wrapped == "full" and (is_checkpoint_outside or not torch_compile.MARKS_REACH_FUNCTIONS):
             torch_tensors.init_gpu()  # inside a checkpoint the compiler must not initialize it
             forward = add_checkpointing(plain or compiled(block_class.forward), wrapped)
         else:
@@ -111,14 +111,14 @@ def _variant(
 
 def compile_function(
     function: Callable[..., Any], name: str, backend: Any = None, budget: float | None = None, turns: bool = False,
-    parts: bool = False,
+    graph_breaks: bool = False,
 ) -> Any:  # fmt: skip
     """Compile a function as one graph; one that cannot be compiled runs as it is, with a warning.
 
-    `parts`: as several graphs, between calls that are not compiled.
+    `graph_breaks`: as several graphs, between calls that are not compiled.
     """
     compiled = torch.compile(
-        function, fullgraph=not parts, backend=checked_backend(backend or inductor_backend(budget))
+        function, fullgraph=not graph_breaks, backend=checked_backend(backend or inductor_backend(budget))
     )
     has_failed = False
 

@@ -24,17 +24,17 @@ from zeropipe.engine.stages.hf import HFStage
 from zeropipe.errors import ConfigError
 
 
-def attends_outside_graphs(stage: Any) -> bool:
-    """Whether compiled blocks of a stage leave attention to Python: in slices, and round a ring."""
+def has_graph_breaks(stage: Any) -> bool:
+    """Whether attention of a stage cannot be compiled with its blocks: in slices, and round a ring."""
     if not isinstance(stage, HFStage):
         return False
     return stage.slices is not None or (stage.context is not None and stage.context.exchange == RING)
 
 
-def allow_outside_graphs() -> None:
-    """Let compiled blocks call attention in slices and round a ring, of which no graph can be made."""
-    slice_attention.attend.allow()
-    ring_attention.attend_around_ring.allow()
+def enable_graph_breaks() -> None:
+    """Let blocks be compiled around attention in slices and round a ring."""
+    slice_attention.attend.enable()
+    ring_attention.attend_around_ring.enable()
 
 
 def apply_cp(stages: Iterable[Any], mesh: DeviceMesh, exchange: str, tp: int, sequence: int | None = None) -> None:

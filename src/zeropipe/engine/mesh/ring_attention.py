@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from zeropipe.engine.mesh.tp_collectives import TPGroup, rotate
 from zeropipe.engine.stages.sequence_parts import SequenceParts
-from zeropipe.engine.torch_private.compile import OutsideGraphs
+from zeropipe.engine.torch_private.compile import GraphBreak
 from zeropipe.engine.torch_private.partial_attention import Part, attend_part, attend_part_backward
 from zeropipe.errors import ConfigError
 
 _REFUSED = {"softcap": "soft-caps", "s_aux": "sinks", "position_bias": "position biases"}
 
 
-@OutsideGraphs
+@GraphBreak
 def attend_around_ring(
     module: nn.Module, group: TPGroup, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None,
     kwargs: dict[str, Any],

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zeropipe.engine.stages.hf import HFStage
 from zeropipe.engine.stages.slices import KeptKeys, Slice, StageSlices
 from zeropipe.engine.torch_private.attention import triangle_mask
-from zeropipe.engine.torch_private.compile import OutsideGraphs
+from zeropipe.engine.torch_private.compile import GraphBreak
 from zeropipe.engine.transformers_private import attention_function, split_attention
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]
@@ -34,7 +34,7 @@ def slice_stage(stage: HFStage) -> None:
                 module.slice_attention = SliceAttention(slices, run)  # type: ignore[assignment]
 
 
-@OutsideGraphs
+@GraphBreak
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:

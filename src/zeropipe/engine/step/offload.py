@@ -23,7 +23,6 @@ from zeropipe.engine.torch_private import tensors as torch_tensors
 from zeropipe.engine.torch_private.saved import AnySlot, collect_saved, find_compiled
 
 LEAST_BYTES = 1 << 12  # of a storage: copying less takes longer than it frees memory for
-
 POLL_INTERVAL_S = 2e-5  # between questions whether copies have ended; launching an F takes longer
 
 Copy = Callable[[], int]  # copies, and returns the bytes

@@ -167,8 +167,8 @@ def _fix_attention_dtype() -> None:
     torch._subclasses.FakeTensorMode.cache_clear()  # of earlier traces
 
 
-class OutsideGraphs:
-    """A function that compiled code calls as it is, between two graphs, once this has been allowed.
+class GraphBreak:
+    """A function that the compiler leaves as it is, once `enable` was called: a graph ends before each call of it.
 
     Not from the start: that would import the compiler, which takes seconds in every process.
     """
@@ -180,8 +180,8 @@ class OutsideGraphs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
-    def allow(self) -> None:
-        """Compile no call of the function from now on; code that has one cannot be a single graph."""
+    def enable(self) -> None:
+        """Compile no call of the function from now on; code that calls it is several graphs."""
         if self._run is self._function:
             self._run = torch.compiler.disable(self._function)
 

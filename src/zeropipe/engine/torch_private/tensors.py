@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -226,23 +225,3 @@ def memory_of(tensor: Any) -> int:
         return storage_id(getattr(tensor, "_local_tensor", tensor).untyped_storage())
     except (NotImplementedError, RuntimeError):  # a sparse tensor
         return 0
-
-
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anything is called before or after the steps of an optimizer."""
-    from torch.optim import optimizer as module
-
-    return any((
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
-        module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks,
-    ))  # fmt: skip
-
-
-def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning-rate schedulers that an optimizer has made a step."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Let kernels that take the current GPU run on this one; for other devices nothing."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

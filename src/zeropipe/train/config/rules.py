@@ -94,8 +94,8 @@ def _check_mesh(config: RunConfig) -> Iterator[str]:
         yield "mesh.shard_cp=true shards weights over cp, without ep; use mesh.cp of at least 2 and mesh.ep=1"
     if mesh.cp_exchange != "auto" and mesh.cp == 1:
         yield f"mesh.cp_exchange={mesh.cp_exchange!r} is for mesh.cp of at least 2; use that, or leave it out"
-    is_parts = mesh.cp_exchange == "ring" or config.schedule.slices > 1
-    if is_parts and engine.compile is True and Checkpointing.parse(engine.ac).mode == "op":
+    has_graph_breaks = mesh.cp_exchange == "ring" or config.schedule.slices > 1
+    if has_graph_breaks and engine.compile is True and Checkpointing.parse(engine.ac).mode == "op":
         yield (
             f"engine.ac={engine.ac!r} does not run with engine.compile=true and slices or a ring; use 'full', "
             "'selective:2' or 'none', or engine.compile=false"

@@ -157,8 +157,7 @@ class ScheduleTable(Table):
     offload: float | str | None = Field(
         default=None,
         description="Copy activations to the host and back: `auto` (all that take no time by `costs` and "
-        "lower a peak), `fit` (as few "
-        "as it takes to fit into the GPU), or a share from 0 to 1.",
+        "lower a peak), `fit` (as few as it takes to fit into the GPU), or a share from 0 to 1.",
     )
     checkpointing: Literal["fit"] | None = Field(
         default=None,
